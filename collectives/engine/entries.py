@@ -29,6 +29,10 @@ from hvdlab.collectives.planes.buffers import HOST, storage_type
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 
+# Phases of an entry. By the coordinator: UNANNOUNCED (held, or about to be queued), ANNOUNCED, EXECUTING, ENDED. A new generation makes
+# an ANNOUNCED entry UNANNOUNCED again, and announces it. By the board: UNANNOUNCED, or ANNOUNCED if the announcement was not sent yet,
+# becomes POSTED. From there it is ENDED if it was agreed and this rank computes the result, EXECUTING if it was agreed and needs the
+# plane, UNANNOUNCED if it was not agreed. An error ends an entry in any phase, and ENDED is left by none.
 UNANNOUNCED, ANNOUNCED, EXECUTING, ENDED, POSTED = range(5)
 
 LOCAL_LIMIT = 4096

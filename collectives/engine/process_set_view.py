@@ -91,7 +91,7 @@ class SetState:
         self.chunk_bytes = 0
         self.options: dict[str, str] = {}
         # Configure sets the first of these and resets the second. A request of this rank to end the generation resets the first and sets the
-        # second; the abort that answers it resets both. An orderly change of the generation can come before the abort: Configure then.
+        # second; the abort that answers it resets both. A Configure can come before that abort, and then ends the withdrawal.
         self.configured = False
         self.withdrawn = -1
         self.given_up: tuple[CauseKind, str, str] | None = None

@@ -106,6 +106,7 @@ def _catch_sigterm() -> int:
     """Return a descriptor that becomes readable on SIGTERM."""
     # Python repeats a wait that a signal interrupts, so that only a readable descriptor ends the server's.
     reader, writer = os.pipe()
+    # set_wakeup_fd() demands it: a signal's handler must not wait for room in the pipe.
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -106,6 +106,8 @@ class Admission:
         death = self._membership.deaths.get(rank)
         if hello.incarnation < 0:
             return ""
+        # Its connection was to this coordinator, not to one before, so its generations were aborted when that ended; or a successor
+        # has recorded its death.
         if hello.incarnation >= self._options.incarnation or (death is not None and death.pid == hello.pid):
             cut_off = self._membership.cut_off_since(rank, hello.pid) is not None
             if cut_off and hello.returns and not self._restoring.active:
@@ -150,6 +152,7 @@ class Admission:
             yield entry
         decision = entry.number  # 0 where nothing changes
         dropped = self._membership.set_expected(ranks)
+        # Ranks that have to leave still run their cells, which decides below how their generations end.
         self._cells.discard_all_but({*ranks, *self._membership.ranks})
         for rank in dropped:
             yield Send((rank.peer,), m.Leave("the world was resized", decision))
@@ -177,6 +180,7 @@ class Admission:
         expected = set(self._membership.expected or ())
         going = expected & set(ranks)
         later = going & set(self._sets.world.current) & self._membership.ranks.keys()
+        # Without training there is no later point to wait for.
         if not self._elastic.active:
             later = set()
         if going - later:
@@ -266,6 +270,8 @@ class Admission:
             yield from self._remove_released(going)
             stay = [rank for rank in stay if rank not in going]
         membership.set_waiting(tuple(new) if change is WorldChange.LATER else ())
+        # Without training the world waits for all that are expected, so that ranks which start at different times form one
+        # generation, not many.
         if change is WorldChange.NOW or (change is WorldChange.FREE and new and membership.complete):
             membership.returning.difference_update(new)
             for rank in new:

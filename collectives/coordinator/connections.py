@@ -96,6 +96,7 @@ class Connections:
 
         Any process that reaches the port costs memory until it shows the token. A Unix socket lets in only this user.
         """
+        # All ranks of a job can come at once, and each is a stranger until its Hello: they must not displace one another.
         bound = MOST_STRANGERS + (self._options.state.size or 0)
         return len(self._transient) < bound or self.close_oldest_stranger()
 
@@ -223,10 +224,12 @@ class Connections:
     def check_timeouts(self, now: float) -> None:
         """Close connections that did not introduce themselves, or did not read their backlog, in time; set :attr:`next_check`."""
         upcoming = NEVER
+        # A copy: `close_now()` removes from it.
         for connection in list(self._transient):
             if now < connection.deadline:
                 upcoming = min(upcoming, connection.deadline)
                 continue
+            # A closing peer has shown its token, or was refused with the reason, and only reads too slowly: no line for the operator.
             if connection.phase != CLOSING:
                 self.rejections.add(
                     f"{connection.name} is closed: no Hello within {self._options.hello_timeout:g} s"
@@ -341,6 +344,7 @@ class RejectionLog:
 
     def _minute_over(self) -> None:
         counted, last, self._counted, self._last = self._counted, self._last, 0, ""
+        # Before `add()`, which begins the next minute if it finds 0 here.
         self._logged = 0
         if counted == 1:
             self.add(last)

@@ -105,6 +105,8 @@ class AbsenceReason:
 def end_lost_messages(ps: ProcessSetState, cells: RunningCells, idle: AbstractSet[int], now: float) -> None:
     """End the messages that ranks without a cell will not send or receive. They concern no third rank, so the generation continues."""
     for name, absent in lost_messages(ps.negotiation.waiting(), idle).items():
+        # Repeated, as the end of a round begins the next of its name with the submissions queued behind it, which can be lost as
+        # well.
         while (current := ps.negotiation.rounds.get(name)) is not None and not current.submissions.keys() & {
             *absent
         }:

@@ -220,6 +220,7 @@ class DecisionLog:
         chosen = [entry for entry in self._entries if _is_about(entry, asked)]
         found = {entry.number: entry for entry in chosen[-max(asked.last, 0) :] if asked.last > 0}
         by_number = {entry.number: entry for entry in self._entries}
+        # A copy, as causes are added to it; the causes of these are found by the inner loop.
         for entry in list(found.values()):
             # A cause can be older than the oldest entry that is kept; the story begins behind it then.
             while (cause := by_number.get(entry.cause)) is not None and cause.number not in found:

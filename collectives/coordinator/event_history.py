@@ -106,6 +106,8 @@ class LaggingSubscriber:
             self.lagging, self._room = False, LAG_LIMIT
         elif waiting > self._room:
             self.lagging = True
+        # Never set back to 0: a batch gives as lost all records since its rank began, so the missed ones have to stay in each later
+        # sum.
         missed = self._missed.get(message.rank, 0)
         if self.lagging:
             self._missed[message.rank] = missed + count_of(message.batch)

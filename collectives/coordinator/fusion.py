@@ -76,6 +76,7 @@ class Fusion:
         ready, negotiation.ready = negotiation.ready, []
         if negotiation.priorities or have_priority(ready):
             ready = yield from self._dispatch_by_priority(ps, ready, release_all=release_all)
+        # If there are rejections, `ready` is still whole here: `after` counts its elements.
         if negotiation.rejections:
             rejections, negotiation.rejections = negotiation.rejections, []
             # Each rejection goes behind the orders of the rounds that were ready before it.
@@ -87,6 +88,7 @@ class Fusion:
             ready = ready[done:]
         if ready:
             yield from self._dispatch_ready(ps, ready)
+        # Last: rounds that were complete before the rank left are still executed, only the rest waits in vain.
         if ps.gone and negotiation.pending:
             left = tuple(sorted(ps.gone))
             yield GenerationAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
@@ -113,6 +115,7 @@ class Fusion:
         if release_all or ps.gone or joined or negotiation.rejections or not credit:
             yield from self.dispatch(ps, priorities.pop_due())
             return ready
+        # Rounds without a priority are not held up by those that have one: they go out first.
         yield from self._dispatch_ready(ps, priorities.hold(ready))
         due = priorities.pop_due(credit)
         if due:
@@ -136,6 +139,7 @@ class Fusion:
         """Return the orders for all members to execute these rounds, fused as far as possible."""
         # A list, as the quickest form: nearly every collective of a healthy job comes here.
         orders: list[Send] = []
+        # Only neighbours are gathered: messages and collectives keep the order in which they became ready.
         for between, some in itertools.groupby(rounds, lambda current: current.info.between):
             if between:
                 orders += self._dispatch_messages(ps, tuple(some), between)
@@ -210,6 +214,7 @@ def fuse(
         key = (current.info.fuse_key, current.info.group if separate_groups else "")
         nbytes = current.info.nbytes
         batch, filled = open_batches.get(key, (None, 0))
+        # A tensor larger than the threshold gets a batch of its own: tensors are never split.
         if batch is not None and filled + nbytes <= threshold:
             batch.append(current)
         else:
@@ -268,6 +273,7 @@ class FusionWindows:
         """
         negotiation = ps.negotiation
         ready = negotiation.ready
+        # Nothing is under way, so no report of an end will come that releases the rounds held back: they would wait for ever.
         if negotiation.priorities and not negotiation.priorities.under_way:
             return self._close(ps)
         if delay <= 0 or not ready or negotiation.rejections or negotiation.conflict or ps.gone:
@@ -276,6 +282,7 @@ class FusionWindows:
         held = self._held.get(ps)
         if held is None or held.negotiation is not negotiation or held.count > len(ready):
             held = self._held[ps] = _FusionWindow(negotiation, now + delay)
+        # Only those that are new since the last batch; `nbytes` has the others.
         for current in ready[held.count :]:
             if current.info.fuse_key is None:
                 return self._close(ps)
@@ -350,6 +357,7 @@ def _locals(batch: Sequence[NegotiationRound], rank: int) -> tuple[int, ...]:
         head = current.submissions.get(rank)
         if head is None:
             lacking -= 1
+            # Each gets a number of its own: several of one batch can be lacking, and the rank has no local id for any of them.
             numbers.append(lacking)
         else:
             numbers.append(head.local)
@@ -382,6 +390,7 @@ def _payloads(batch: Sequence[NegotiationRound], ranks: tuple[int, ...]) -> tupl
     if only.info.between:  # a message: only the sender has a tensor
         sent = (payloads or {}).get(only.info.signature.root)
         return () if sent is None else (sent,)
+    # All or none: where one tensor did not come along all members use the plane, since an operation on it needs each of them.
     if payloads is None or len(batch) != 1 or len(payloads) + len(only.absent) != len(ranks):
         return ()
     if not only.absent:
@@ -425,6 +434,7 @@ class Tuning:
         """Return the message with the slice size for the members of ``ps``, which are about to get an order, unless they know it."""
         if self._tuner is None:
             return []
+        # With the generation: the size holds for one only, and the plane of the next begins with its own.
         announced = (ps.generation, self._slice)
         before = self._announced.get(ps.id)
         if before == announced:

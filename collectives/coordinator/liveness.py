@@ -79,6 +79,7 @@ class Liveness:
                 if type(message) is RankLost and connection.client:
                     self._read_last_words(message, events)
                 events.append(Received(peer, message))
+            # Also if no message is complete yet: a large one that comes slowly is a sign of life.
             connection.heard = now
         except ConnectionLost as error:
             detail = f" ({error})" if connection.tls else ""
@@ -94,6 +95,7 @@ class Liveness:
         """
         rank = self._job.membership.ranks.get(lost.rank)
         connection = self._connections.open.get(rank.peer) if rank is not None else None
+        # By process: a newer one of the same rank is read in its turn.
         if rank is None or connection is None or rank.pid != lost.pid:
             return
         # How the connection ended matters no more: the launcher knows better how the process did.
@@ -117,6 +119,7 @@ class Liveness:
                 self._log.warning("%s has been silent for %.0f s", connection.name, silence)
                 self._connections.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)
             else:
+                # Also one that has been silent for too long but can be busy: it is asked again.
                 silent.append(connection)
                 upcoming = min(upcoming, now + options.ping_after)
         # Each check inspects all connections. If thousands of peers were last heard at an instant each, each would otherwise have a

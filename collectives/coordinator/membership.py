@@ -266,6 +266,7 @@ class MembershipTable:
     ) -> None:
         """Record how a rank that does not live any more has ended; the launcher's reason replaces that of a closed connection."""
         self.awaited.discard(rank)
+        # The launcher reports each end of a process: that of one which has sent Bye is no death.
         if self._left.get(rank) == pid:
             if rank in self.returning and rank not in self.ranks:  # that process has ended: no return
                 self.returning.discard(rank)
@@ -297,6 +298,7 @@ class MembershipTable:
     def restore_deaths(self, deaths: Iterable[Death]) -> None:
         """Restore the deaths that an earlier coordinator had recorded."""
         for death in deaths:
+            # A rank that has come is another process: those that the client knows to be dead have lost their connections before this.
             if death.rank not in self.ranks and self.expected is not None and death.rank in self.expected:
                 self.deaths[death.rank] = death
         self.awaited -= self.deaths.keys()
@@ -342,6 +344,7 @@ class MembershipTable:
         if self.changed or self.formed:
             audience = (*self.clients, *self.observers)
         if self.changed:
+            # Kept over batches: clients get each change at once, ranks at most one report per interval, so theirs can be due later.
             self._ranks_owed = True
         if self._ranks_owed and (self.urgent or now >= self.ranks_sent_at + WORLD_INTERVAL):
             audience += tuple([peer.peer for peer in self.ranks.values()])

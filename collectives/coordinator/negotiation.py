@@ -154,7 +154,9 @@ class Negotiation:
             if current.payloads is None:
                 current.payloads = {}
             current.payloads[rank] = payload
+        # By identity, as equal signatures are one object: this runs for each submission.
         if info is not current.info:
+            # The first difference starts the time that the others have; further ones do not prolong it.
             if current.mismatch_since is None:
                 current.mismatch_since = now
                 self.mismatches[info.name] = current
@@ -180,6 +182,7 @@ class Negotiation:
             if current is not None:
                 placed[current] = None
         for current in placed:
+            # Completing one can have completed or rejected another of these, and begun the next round of its name.
             if self.rounds.get(current.info.name) is current:
                 self._complete_if_ready(current, now)
 
@@ -204,8 +207,10 @@ class Negotiation:
         if matched is None:
             return current
         sent, received = matched
+        # Removed before it is given away, so that its name is free for the receives queued behind it.
         self._remove_incomplete(received.info.name)
         give_to_receiver(sent, received, now)
+        # Found when the receive was given to it; `submit()` records only the mismatches that it finds itself.
         if sent.mismatch_since is not None:
             self.mismatches[sent.info.name] = sent
         if received.queued:
@@ -226,10 +231,12 @@ class Negotiation:
 
     def _complete(self, complete: NegotiationRound, now: float) -> None:
         info = complete.info
+        # First: the check of the joined ranks reads one signature of the round, and here there are several.
         if complete.mismatch_since is not None:
             self._mismatch(complete, now)
             return
         if self._lacks(complete):
+            # Ranks that have joined have no local id for it, so the orders differ.
             complete.same_local_id = False
             complete.absent = tuple(
                 rank for rank in info.between or self.ranks if rank not in complete.submissions
@@ -248,6 +255,7 @@ class Negotiation:
             held = self.incomplete_groups.setdefault(info.group, [])
             held.append(complete)
             if len(held) == info.group_size:
+                # All at once, and only when the group is whole: a batch of events must not dispatch a part of it.
                 self.ready += held
                 del self.incomplete_groups[info.group]
         if complete.queued:
@@ -262,9 +270,12 @@ class Negotiation:
             ):  # no rank is left that could complete these groups
                 info = held[0].info
                 self._reject_group(info, refuse_incomplete(info.signature, self.joined), {}, now)
+            # Submissions are in the order in which they came, so the last key is the rank that joined last: the result of `join()`.
             complete.extras = dict.fromkeys(self.ranks, (next(reversed(complete.submissions)),))
+            # Only now: while it is set, all ranks count as joined, and the rejections above leave none of them owing a submission.
             self.joining = None
         else:
+            # The others still make progress: the joined ranks wait for them as they should, and no stall is due for that.
             self.joining.since, self.joining.reported = now, 0
 
     def _start_queued(self, name: str, queued: dict[int, deque[Item]], now: float) -> None:
@@ -316,6 +327,7 @@ class Negotiation:
         if len(groups) > 1:
             # The ranks disagree about which tensors go together, so it is unknown which others the verdict concerns.
             listed = "; ".join(f"ranks {list(p.ranks)} ({p.site}): {p.request}" for p in parties)
+            # The round stays where it is: the abort of the generation that follows reports it.
             self.conflict = f"the ranks disagree about `{name}`: {listed}"
             return
         self._reject_round(current, Mismatch(name, parties), now)
@@ -330,12 +342,14 @@ class Negotiation:
                     if complete.info.name == name:
                         self._reject_group(complete.info, verdict, {}, now)
                         return
+        # Otherwise the round in which the rank had submitted the name twice has been decided meanwhile, and this is the next one.
         elif rank in current.submissions:
             self._reject_round(current, verdict, now)
 
     def reject_mismatches(self, grace: float, now: float) -> None:
         """Reject the rounds in which ranks have disagreed for ``grace`` seconds."""
         for current in list(self.mismatches.values()):
+            # The verdict on an earlier one can have ended this one as well, as a part of its group.
             there = self.mismatches.get(current.info.name) is current
             if there and current.mismatch_since is not None and now >= current.mismatch_since + grace:
                 self._mismatch(current, now)
@@ -433,6 +447,8 @@ class Negotiation:
             left += self._all_submissions(self._remove_incomplete(name))
         again: list[tuple[int, Item]] = []
         for rank, item in left:
+            # A rank has `size` submissions in each use of a group; further ones in the queues belong to its next use, which is not
+            # concerned.
             if item[0].info.group == group and taken.get(rank, 0) < size:
                 taken[rank] = taken.get(rank, 0) + 1
                 self._reject(rank, item[0], verdict)

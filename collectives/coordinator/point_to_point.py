@@ -85,6 +85,7 @@ def give_to_receiver(sent: NegotiationRound, received: NegotiationRound, now: fl
     """
     (target, defined), *_ = received.submissions.items()
     sent.submissions[target] = defined
+    # The receiver has submitted it under the local id of another signature.
     sent.same_local_id = False
     # From these numbers the receiver learns which rank has sent.
     sent.extras = dict.fromkeys(sent.info.between, sent.info.between[:1])

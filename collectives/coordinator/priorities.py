@@ -63,6 +63,8 @@ class PriorityQueue:
             count, lowest = self._names.get(name, (0, 0))
             priority = lowest if current.priority is None else current.priority
             if count:
+                # An earlier round of the name can't be raised to this priority any more, so this one is lowered to its: behind it in
+                # the heap.
                 priority = min(priority, lowest)
             self._names[name] = (count + 1, priority)
             self._added += 1
@@ -78,6 +80,7 @@ class PriorityQueue:
             name = current.info.name
             count, lowest = self._names.pop(name)
             if count > 1:
+                # The lowest priority of the name stays: later rounds of it are still behind the ones that are kept.
                 self._names[name] = (count - 1, lowest)
             if room is not None:
                 room -= current.info.nbytes

@@ -219,6 +219,8 @@ class CoordinatorProcess:
                 listeners.close()
             remove_directory(private)
             raise
+        # The coordinator alone has the sockets then: if it dies, ranks are refused at once, instead of waiting for a successor that
+        # will not come.
         if not keep:
             listeners.close()
         return cls(process, launch, listeners, ready)
@@ -237,6 +239,7 @@ class CoordinatorProcess:
         Raises:
             StartError: The successor did not come up; the caller can try again.
         """
+        # The successor ends with this process, no longer with the one that had started its predecessor.
         launch = msgspec.structs.replace(launch, incarnation=launch.incarnation + 1, starter=os.getpid())
         process, ready = _start(launch, listeners, Deadline(timeout))
         return cls(process, launch, listeners, ready)
@@ -267,6 +270,7 @@ class CoordinatorProcess:
             return f"exit status {status}"
         try:
             return f"killed by {signal.Signals(-status).name}"
+        # Python has names for no real-time signals but the first and the last.
         except ValueError:
             return f"killed by signal {-status}"
 
@@ -298,6 +302,8 @@ class CoordinatorProcess:
             following = msgspec.structs.replace(self._launch, incarnation=self._launch.incarnation + 1)
             launch = following if size is None else msgspec.structs.replace(following, size=size)
             self._process, _ = _start(launch, self._listeners, deadline)
+            # After the start: one that fails is tried again under the same number. Without the caller's `size`, which holds for this
+            # start alone.
             self._launch = following
 
     def release(self, timeout: float = 0.2) -> None:
@@ -306,6 +312,7 @@ class CoordinatorProcess:
         Args:
             timeout: Seconds to wait for its end, so that no zombie is left if it ends at once.
         """
+        # First, as in close(): ranks that lose the coordinator later must not wait for a successor.
         self._listeners.close()
         _cut_lifeline(self._process)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -529,6 +536,7 @@ def _start(
     local, remote = listeners.descriptors
     process = _spawn(tuple(fd for fd in (local, remote) if fd >= 0))
     try:
+        # `pass_fds` keeps the numbers that the sockets have here, so the launch can name them.
         launch = msgspec.structs.replace(launch, listener=local, tls_listener=remote)
         return process, _exchange(process, launch, deadline)
     except BaseException:
@@ -558,6 +566,7 @@ def _exchange(
         process.stdin.write(msgspec.json.encode(launch) + b"\n")
         process.stdin.flush()
         output = process.stdout.fileno()
+        # Not select(), which fails for descriptors from 1024 on: a starter can have many files open.
         poll = select.poll()
         poll.register(output, select.POLLIN)
         while not line.endswith(b"\n"):

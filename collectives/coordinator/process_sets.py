@@ -293,6 +293,7 @@ class ProcessSets:
             yield GenerationAbort(ps, CauseKind.RANK_LEFT, left, f"{format_ranks(left)} left the job")
             return
         if ps is not None:
+            # Each rank that has posted asks; of several with the same number the first goes out, as the others would only repeat it.
             if (message.generation, message.number) > ps.declined:
                 ps.declined = message.generation, message.number
                 yield Send(tuple(peer for peer in ps.peers if peer != rank.peer), message)
@@ -408,6 +409,8 @@ class ProcessSets:
             if ps.phase == OPEN and ps.negotiation.pending:
                 yield GenerationAbort(ps, CauseKind.RANK_LEFT, (rank,), text, cause=decision)
                 continue
+            # The generation goes on until another member uses it: ranks that shut down one after the other end nothing for each
+            # other.
             ps.gone.add(rank)
             if ps.declined[0] == ps.generation:
                 # A member has waited at the board, and perhaps still does; this rank has perhaps left before it had mapped the board.
@@ -425,6 +428,7 @@ class ProcessSets:
             return
         # In the middle of an orderly change ``generation`` is the next one already, of which no member knows.
         old = ps.generation if ps.phase == OPEN else ps.generation - 1
+        # The report is made now: `_end()` replaces the negotiation, and the ranks' errors name the collectives that were under way.
         number = yield from self._end_operations(old, abort, ps.negotiation.report())
         yield from self._end(ps, ENDED)
         ps.ended_by = number
@@ -469,6 +473,7 @@ class ProcessSets:
                 else msgspec.structs.replace(abort, generation=last, pending=())
             )
             yield Send((peer,), mine)
+            # Its last operations have ended now, so it is asked no more. One with a later last generation still executes those.
             if last <= abort.generation:
                 del ps.former[rank]
 
@@ -496,6 +501,8 @@ class ProcessSets:
             # From now on messages of the old generation are recognized by its number.
             ps.generation += 1
         ps.phase = phase
+        # An abort without a decision about members goes on with the same ones; `_configure()` leaves out those that are dead. One in
+        # the middle of an orderly change keeps the members of that.
         if phase == ENDED:
             ps.next_members = ps.members if ps.next_members is None else ps.next_members
         ps.clear()
@@ -529,6 +536,7 @@ class ProcessSets:
         """
         ranks = self._membership.ranks
         self._next_id = max(self._next_id, last_id + 1)
+        # Never lowered: messages of the dead coordinator's generations are recognized only by a number below all new ones.
         self._first_generation = max(self._first_generation, generation)
         for id, members in sets.items():
             ps = self.by_id.setdefault(id, ProcessSetState(id))
@@ -548,9 +556,12 @@ class ProcessSets:
         # Those that live now: a rank can have died since the change became due.
         members = self._in_order(ps, [r for r in ps.next_members or () if self._may_enter(ps, r)])
         if ps.phase == SWITCHING:
+            # Before `members` and `peers` are replaced. `_end()` has counted the generation up already, so the last one of these
+            # ranks is one less.
             left = {
                 rank: peer for rank, peer in zip(ps.members, ps.peers, strict=True) if rank not in members
             }
+            # By connection, not only by number: a process that has replaced a dead member took no part in the old generation.
             living = {rank: peer for rank, peer in left.items() if rank in ranks and ranks[rank].peer == peer}
             ps.former |= {rank: (peer, ps.generation - 1) for rank, peer in living.items()}
         ps.members = members
@@ -559,6 +570,7 @@ class ProcessSets:
         old = {*ps.peers}  # before they are replaced
         ps.peers = tuple(ranks[r].peer for r in members)
         ps.clear()
+        # A world without members stays closed, until an admission makes its next generation due.
         if not members:
             if ps is not self.world:
                 self._forget(ps)
@@ -594,6 +606,7 @@ class ProcessSets:
         fallback = msgspec.structs.replace(
             message, plane=other.plane, options=other.options, has_memory=False
         )
+        # The server makes the memory, and can fail to: the fallback goes along, since this state learns of no failure.
         yield SendConfigure(ps.peers, message, choice.memory, fallback)
 
     def count_orders(self) -> Decisions[None]:
@@ -622,10 +635,14 @@ class ProcessSets:
     def _may_enter(self, ps: ProcessSetState, rank: int) -> bool:
         """Return whether a rank lives and knows of the set: one that has come back on a new connection is a member of nothing."""
         peer = self._membership.ranks.get(rank)
+        # An outdated rank has the number of a member, and can even be back in the batch of its own loss: it enters by an admission
+        # only.
         if peer is None or peer.leaving or peer.outdated:
             return False
         if ps is self.world:
+            # One that has shut down and is back waits until all others have done the same.
             return rank not in self._membership.returning
+        # A set that was never configured has no connections yet: all its members know of it, since they asked for it together.
         return not ps.peers or peer.peer in ps.peers
 
     def configure_due(self) -> Decisions[None]:
@@ -658,6 +675,8 @@ class ProcessSets:
         yield entry
         text = f"process set {target.id} was removed"
         yield GenerationAbort(target, CauseKind.MEMBERSHIP, (), text, cause=entry.number)
+        # After the abort, which has raised the set's generation: sets of the next world begin above it. And before the end of the
+        # batch, which would open the generation that the abort has made due.
         self._forget(target)
         yield Send(ps.peers, Dissolve(target.id))
         # After the removal: when a rank's call returns, the set is gone there.
@@ -702,6 +721,8 @@ class ProcessSets:
         for ps in self:
             negotiation = ps.negotiation
             if negotiation.mismatches:
+                # A rank that has left or runs no cell will not submit, so no round can become complete: the ranks that wait get the
+                # error now.
                 vain = ps.gone or not negotiation.members.isdisjoint(idle)
                 negotiation.reject_mismatches(0.0 if vain else grace, now)
                 if negotiation.rejections or negotiation.conflict:
@@ -726,6 +747,8 @@ class ProcessSets:
                 yield GenerationAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
             if ps.past_failure is not None and now >= ps.past_failure[0]:
                 _, generation, rank, text = ps.past_failure
+                # Cleared first: the abort is without effect if those operations were aborted before, and the deadline would stay in
+                # the past.
                 ps.past_failure = None
                 failure = GenerationAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
                 yield from self._abort_past(generation, failure)

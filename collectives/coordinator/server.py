@@ -111,6 +111,7 @@ class CoordinatorServer:
 
     def listen(self, sock: socket.socket, context: ssl.SSLContext | None = None) -> None:
         """Accept connections on a listening socket, over TLS if a context is given. The server owns the socket from now on."""
+        # accept() must not wait either: the connection that made the listener readable can be gone again.
         sock.setblocking(False)
         self.connections.listeners.append(sock)
         self._watch(sock, context)
@@ -149,6 +150,7 @@ class CoordinatorServer:
             self.stop()
         self.alone = True
         self.on_alone()
+        # A pipe at its end stays readable: watched further, it would keep the loop awake while the coordinator lingers.
         self._loop.unregister(descriptor)
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -174,6 +176,7 @@ class CoordinatorServer:
         """Wait at most ``timeout`` seconds for descriptors, and handle a batch of events."""
         connections = self.connections
         ready = self._loop.wait(timeout)
+        # After the wait, and once: all events of the batch count as simultaneous, so that no deadline passes between two of them.
         now = time.monotonic()
         events: list[Event] = []
         later: list[Connection] = []
@@ -194,9 +197,11 @@ class CoordinatorServer:
         for connection in later:
             self._liveness.read(connection, events, now)
         if now >= connections.next_check:
+            # In this order: the first replaces the time of the next check, the second only moves it forward.
             connections.check_timeouts(now)
             self._liveness.check(now, events)
         self._loop.call_due(now)
+        # Behind the messages: those that came in time are handled before the deadlines that they can lift.
         if now >= self._due:
             events.append(Tick())
         # Perhaps the pings of the check were too much for a peer that does not read.
@@ -223,6 +228,7 @@ class CoordinatorServer:
             return
         try:
             sock, _ = listener.accept()
+        # The stranger has gone again before it was accepted.
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError as error:
@@ -295,6 +301,7 @@ class CoordinatorServer:
         """Return the role of a peer with this token: ``rank``, ``client``, or an empty text."""
         # Compared in constant time: a stranger could otherwise find the token byte by byte.
         for role, expected in (("rank", self.options.token), ("client", self.options.client_token)):
+            # As bytes: compare_digest() refuses text that is not ASCII, which a stranger can send.
             if expected and hmac.compare_digest(token.encode(), expected.encode()):
                 return role
         return ""
@@ -317,9 +324,11 @@ class CoordinatorServer:
                 if type(effect.message) is RankEvents:
                     self._pass_events_on(effect.message, frame, effect.peers)
                     continue
+                # Such an answer proves that the events before it have arrived, so it waits behind them.
                 bulk = type(effect.message) is Pong and effect.message.after_events
                 for peer in effect.peers:
                     connection = by_peer.get(peer)
+                    # Otherwise the peer was lost while an earlier effect was carried out; its end is in the next batch.
                     if connection is not None:
                         connections.write(connection, frame, bulk=bulk)
             elif type(effect) is SendConfigure:
@@ -338,6 +347,7 @@ class CoordinatorServer:
 
     def _send_roster(self, message: Message, peers: Iterable[int], descriptor: int = -1) -> None:
         """Send a message with lists of members, without the descriptions that each of these peers has got before."""
+        # First: this numbers the new descriptions, and `shorten()` counts all that have a number as known to the receiver.
         self._members.add(message)
         # Connections that have got the same descriptions share a frame.
         frames: dict[int, tuple[bytes, int]] = {}  # by ``members_sent`` of a connection
@@ -366,6 +376,8 @@ class CoordinatorServer:
             if connection.subscriber is None:
                 connection.subscriber = LaggingSubscriber()
             batch = connection.subscriber.next_batch(message, connection.endpoint.backlog)
+            # The common batch has a frame that all subscribers share. Only for one that has missed events is it encoded again, with
+            # their number.
             if batch is not None:
                 self.connections.write(connection, frame if batch is message else encode(batch), bulk=True)
 
@@ -400,4 +412,6 @@ class CoordinatorServer:
             self._send_roster(message, effect.peers, descriptor)
         finally:
             if descriptor >= 0:
+                # Each connection has sent it or holds a copy in its backlog. The ranks keep the memory alive; here it would last for
+                # the whole job.
                 os.close(descriptor)

@@ -50,6 +50,7 @@ class InternedSignature:
             self.channel = signature.channel, ranks[-1]
         # Ranks never put a message into a group. If a peer does, the group is ignored: others must not wait for the rest of it.
         grouped = signature.group_size > 0 and not self.between
+        # With the size: ranks that give one group different sizes are in different ones, and get the error that they disagree.
         self.group = f"{signature.group_size}:{signature.group}" if grouped else ""
         self.group_size = signature.group_size
         self.references = 0

@@ -64,6 +64,8 @@ class StallInspector:
 
     def watch(self, now: float) -> None:
         """Schedule a check, after a first submission while nothing was pending."""
+        # Infinity where stalls are neither reported nor ended: `None` would mean that nothing waits, and each submission would set it
+        # again.
         self.due = now + self._first
 
     def watch_execution(self, since: float, now: float) -> None:
@@ -87,6 +89,7 @@ class StallInspector:
                     yield from self._end(ps, current, missing)
                     break  # the abort has ended all rounds of the set
                 if now >= self._next_report(current):
+                    # One report after a long delay of this process, not one for each interval that it has missed.
                     current.reported = max(current.reported + 1, int((now - current.since) / self._every))
                     yield from self._report_round(ps, current, missing, now - current.since)
                 upcoming.append(min(self._next_report(current), self._end_of(current)))
@@ -95,6 +98,7 @@ class StallInspector:
             lacking = f"{_ranks_or_rest(report.missing)} do not answer (stopped, or busy in C code)"
             text = f"has been executed for {seconds:.0f} s: {lacking}"
             operation.decision = yield from self._report_stall(ps, report, seconds, text, operation.decision)
+        # `None` once nothing waits, so that an idle job has no timer.
         self.due = min(upcoming + times, default=None)
 
     def _report_round(
@@ -346,6 +350,7 @@ class Pauses:
             return None
         del self.reasons[rank]
         yield self._report_pauses()
+        # Another rank is still paused: the clocks stand still since the first pause, and are moved once, after the last.
         if self.reasons:
             return None
         # The waits begin later, instead of a count of paused seconds in each: all limits are compared with the begin.

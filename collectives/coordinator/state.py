@@ -298,6 +298,7 @@ class CoordinatorState:
         # Welcome is the first message to each peer, which reads exactly one before it serves the connection.
         if hello.role == "client":
             membership.clients[peer] = None
+            # Clients alone ask for the past, so it is worth its memory from now on.
             self.history.limit = self.options.history_bytes
             effects.send((peer,), m.Welcome(-1, int(now * 1e9), self.options.incarnation, self.options.pid))
             effects.send((peer,), self.world())
@@ -319,6 +320,8 @@ class CoordinatorState:
         # Read first: adding the rank removes its death.
         since = membership.cut_off_since(rank, hello.pid) if hello.incarnation >= 0 else None
         newcomer = self.by_peer[peer] = membership.add(peer, rank, hello, now)
+        # A new process in the place of one that lived: the successor must not wait for the old one, nor begin its cells on the new
+        # one.
         if hello.incarnation < 0 and self.restoring.active:
             self.restoring.renewed.add(rank)
         if newcomer.tracked:
@@ -357,6 +360,8 @@ class CoordinatorState:
             self.membership.observers.pop(peer, None)
             self.history.unsubscribe(peer)
             return
+        # In this order: the aborts go to all members that live, so the dead rank has to leave the table before they are decided. Its
+        # former sets are read before that, as forgetting the peer removes it from them.
         past = self.forget_peer(rank, now)
         decision = self.apply(self.membership.lose(rank, reason, now, explained=explained, since=since))
         self.apply(self.sets.end_with_dead(rank.rank, past, f"rank {rank.rank} died: {reason}", decision))
@@ -364,8 +369,11 @@ class CoordinatorState:
     def forget_peer(self, rank: RankPeer, now: float) -> list[tuple[ProcessSetState, int]]:
         """Remove a rank's connection from all parts of the state. Return the sets that it was left out of, each with its last generation there."""
         del self.by_peer[rank.peer]
+        # A rank that dies at a prompt sends no Resumed: without this the clocks of the others would stand still for ever.
         self.continue_rank(rank.rank, now)
+        # Signatures count the definitions that refer to them: those of a rank that is gone would be kept for ever.
         self.signatures.forget(rank.definitions)
+        # A cell that was on its way to the rank is not run by the process that takes its place.
         self.cells.discard_rank(rank.rank)
         self.elastic.drop(rank.rank)
         self.restoring.drop(rank.rank)
@@ -408,6 +416,8 @@ class CoordinatorState:
         except (KeyError, ValueError) as error:
             self.log.handling(Received(rank.peer, message), rank)
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
+        # The clock of stalls runs only while something waits, so the first submission after a silence starts it. `_due` is stale
+        # then.
         if self.stalls.due is None:
             self.stalls.watch(now)
             self._due = None  # to be found again
@@ -450,6 +460,7 @@ class CoordinatorState:
         since = self.apply(self.pauses.end_pause(rank, now))
         if since is not None:
             self.stalls.exclude_pause(since, now)
+            # No deadlock of the paused rank was looked for meanwhile.
             self.check_blocked = bool(self.blocked)
 
     # -- end of a batch -------------------------------------------------------------------------------------------
@@ -460,6 +471,7 @@ class CoordinatorState:
         due = self._due
         if due is None or now >= due or len(self.touched) != 1:
             return False
+        # Effects here are of an announcement that broke the protocol, which has ended a generation, or of a rank that was left out.
         if self.cells.idle or self.elastic.ready or self.effects:
             return False
         (ps,) = self.touched
@@ -487,11 +499,16 @@ class CoordinatorState:
         # The check for deadlocks is only marked here: it comes after the dispatch, which frees ranks.
         if self._check_due is not None and now >= self._check_due:
             self._check_due, self.check_blocked = None, bool(self.blocked)
+        # Rounds in a fusion window count as undecided: with an idle rank, or before a check for deadlocks, they go out now, as they
+        # would otherwise be aborted.
         urgent = bool(self.cells.idle) or self.check_blocked
         if self.fusion.windows.due is not None:
             self.touched |= dict.fromkeys(self.fusion.windows.expired(now, all=urgent))
         if self.cells.idle or self.elastic.ready:
+            # Rounds that are held back for their priority are complete: they are ordered now, since the aborts below would end them
+            # as well.
             self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
+        # Before the flush, which sends the rejections at their place among the orders.
         rejected = self.sets.reject_mismatches(self.cells.idle, self.options.dispute_grace, now)
         if rejected:
             self.touched |= dict.fromkeys(rejected)
@@ -500,6 +517,8 @@ class CoordinatorState:
         if self.touched:
             touched, self.touched = self.touched, {}
             for ps in touched:
+                # A handler of this batch, or the flush of an earlier set, can have ended the generation since the set was touched.
+                # `defer()` is called nevertheless: it closes the window of the ended generation.
                 if not self.fusion.defer(ps, now, urgent=urgent) and ps.phase == OPEN:
                     self.flush_set(ps, now)
         if self.cells.idle:
@@ -516,9 +535,12 @@ class CoordinatorState:
         if self.restoring.active:
             self.apply(self.successor.end_wait(now))
         if self.membership.changed or self.admission.due:
+            # An admission that has to wait is not repeated in each batch: the event that it waits for makes it due again.
             self.admission.due = False
             self.answers += self.apply(self.admission.admit_newcomers())
+        # Once, after all ends and changes of this batch: ten ranks that die together cost the others one new generation, not ten.
         self.apply(self.sets.configure_due())
+        # After the new generation, whose number and members are in the message.
         if self.membership.has_news:
             audience = self.membership.recipients(now)
             if audience:
@@ -542,11 +564,15 @@ class CoordinatorState:
         # A paused rank is not idle: its user can type the awaited call at the prompt.
         idle = self.cells.idle - self.pauses.reasons.keys()
         for ps in list(self.sets):
+            # A rank without a cell does not submit the name that it owes. Its next cell can use the same name rightly, and must not
+            # get the old verdict.
             if ps.negotiation.owed:
                 for rank in idle & ps.negotiation.owed.ranks:
                     ps.negotiation.owed.discard_rank(rank)
             if ps.negotiation.pending and not ps.negotiation.members.isdisjoint(idle):
+                # Messages first: they end alone, and the generation goes on if no collective waits in vain besides them.
                 end_lost_messages(ps, self.cells, idle, now)
+                # Sent before the abort below, which replaces the negotiation and would lose them.
                 if ps.negotiation.rejections:
                     self.flush_set(ps, now)
                 abort = find_absence(ps, self.cells, idle)
@@ -709,6 +735,7 @@ def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, no
     state.admission.due = True
     if not rank.tracked:
         return
+    # Also after the restoration: the client's facts can come later than this message, and would begin the cell again.
     state.restoring.cell_ended(message.cell, rank.rank)
     if state.cells.end(message.cell, rank.rank, message.error):
         for ps in state.sets.containing(rank.rank):
@@ -762,6 +789,7 @@ def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now
         state.blocked.discard(rank.rank)
     else:
         state.blocked.add(rank.rank)
+    # The end of a wait frees a rank, and can't leave others without an end to theirs.
     if message.local < 0:
         return
     if rank.executing is not None:
@@ -844,6 +872,7 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
     rank = state.membership.ranks.get(message.rank)
     if rank is None:
         state.apply(state.membership.explain_death(message.rank, message.pid, message.reason, now))
+    # By process: the launcher can report the end of the one before late, when its replacement is connected already.
     elif rank.pid == message.pid:
         state.effects.add(CloseConnection(rank.peer))
         state.peer_lost(rank.peer, message.reason, now, explained=True)
@@ -854,6 +883,7 @@ def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: fl
 
 
 def _on_story_request(state: CoordinatorState, peer: int, message: m.StoryRequest, now: float) -> None:
+    # Orders are counted without the log, so that a healthy job writes nothing there; they are added when a client asks for a story.
     state.apply(state.sets.count_orders())
     state.effects.send((peer,), m.Story(message.ticket, state.log.story(message), state.log.dropped))
 

@@ -111,6 +111,7 @@ class ClientRecovery:
 
     def _find_ending(self) -> str:
         """Return how the coordinator has ended. Wait a moment for that: a process ends a moment after its connections."""
+        # It was waited for already, or no descriptor is left: then its present state is the answer.
         with contextlib.suppress(OSError):
             process = os.pidfd_open(self._coordinator.pid)
             try:
@@ -125,12 +126,15 @@ class ClientRecovery:
             return None
         if self._returns.reached:
             return None
+        # Before the attempt: also one that fails halfway counts, otherwise a coordinator that hangs up on each Hello would be tried
+        # for ever.
         self._returns.add()
         cells = self._cells()
         try:
             world = self._client.reconnect(cells, ANSWER_WITHIN)
         except CoordinatorLostError:  # a ConnectionError, hence an OSError: it must not count as no answer
             raise
+        # It does not answer, so a successor takes its place.
         except (StartError, TimeoutError, OSError):
             return None
         return Recovered(world, False, cells)
@@ -139,6 +143,7 @@ class ClientRecovery:
         """Start successors until one answers: a new one can be killed before it has answered this client."""
         for attempt in range(SUCCESSORS):
             self._coordinator.respawn(self._respawn_within)
+            # Read after the start, which takes a while: cells that have ended meanwhile must not be reported as running.
             cells = self._cells()
             try:
                 world = self._client.reconnect(cells, self._reconnect_within, process=self._coordinator.pid)

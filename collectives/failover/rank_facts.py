@@ -63,6 +63,7 @@ class FailoverFacts:
         self._last_set = max(self._last_set, group.id)
         for entry in group.pending:
             request = entry.request
+            # Added up until a successor has restored the world: one can die before that, and the next needs all of them.
             if request.kind is OpKind.ADD_PROCESS_SET:
                 self._adding += (tuple(request.ranks),)
             elif request.kind is OpKind.REMOVE_PROCESS_SET:
@@ -105,6 +106,7 @@ class FailoverFacts:
             self._removing,
             self.cells,
             tuple(self._ended),
+            # One that has regrouped is not in training any more: it sends its Regroup again behind this message.
             elastic and self.regroup is None,
             released,
         )

@@ -122,9 +122,11 @@ class RankReconnect:
                     died, deadline = died + 1, self._deadline()
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             else:
+                # The control thread owns the rank's state. From here on this thread touches neither the endpoint nor the incarnation.
                 self._control.call(partial(self._go_on, endpoint, welcome))
                 return
             finally:
+                # The socket is closed, or the endpoint's: cancel() must not shut it down any more.
                 self._socket = None
         self._control.call(lambda: self._handlers.give_up(f"{reason}; {why}"))
 
@@ -160,8 +162,11 @@ class RankReconnect:
         if self._cancelled.is_set():
             endpoint.close()
             return
+        # The same coordinator: this rank alone had lost its connection. Returns to a successor are no sign of a fault here.
         if self.incarnation == welcome.incarnation:
             self._returned.add()
+        # Before the Resume goes out: should the connection be lost at once, the next Hello has to name the coordinator that
+        # this rank knew last.
         self.incarnation = welcome.incarnation
         try:
             self._handlers.reconnected(endpoint)

@@ -155,6 +155,7 @@ class Successor:
     def add_recalled(self, message: m.Recall) -> Decisions[None]:
         """Add the facts of a client, from the coordinator before or from this one over another connection."""
         yield from self._admission.resize(message.expected)
+        # Behind the resize, which sets the expected ranks: deaths of other ranks are not restored.
         self._membership.restore_deaths(message.deaths)
         facts = self._facts
         facts.recalled = True
@@ -173,9 +174,12 @@ class Successor:
         facts, membership = self._facts, self._membership
         missing = facts.awaited(membership)
         if facts.due is None or now < facts.due:
+            # Earlier than that only if no facts can be on their way: the client has sent its own, or none need come, and a rank has
+            # named those that lived.
             known = facts.recalled or (self._sized and facts.resumed)
             if missing or not known:
                 return
+        # First: `scale_down()` below only collects the released ranks as long as the restoration lasts.
         facts.active = False
         count = len(facts.resumed)
         entry = self._end_entry(missing)
@@ -267,6 +271,7 @@ class Successor:
                 same = there and facts.ran_in.get(rank, ranks[rank].pid) == ranks[rank].pid
                 if same and (cell, rank) not in facts.ended:
                     self._cells.begin(cell, rank)
+        # Once for each report: a client that sends its facts again has its cells in them, too.
         facts.cells = ()
 
 

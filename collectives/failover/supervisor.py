@@ -51,6 +51,7 @@ class Keeper:
         """End the supervision. Call it before the coordinator is released. Idempotent."""
         if self._end >= 0:
             os.eventfd_write(self._end, 1)
+            # Before the descriptor is closed: the thread would otherwise select on a number that another file has meanwhile.
             self._thread.join()
             os.close(self._end)
             self._end = -1
@@ -84,6 +85,7 @@ class Keeper:
         try:
             while not self._coordinator.ending():
                 ready, _, _ = select.select(watched, [], [], seconds)
+                # Read before the coordinator's end: a caller that closes both must not get a successor.
                 if self._end in ready:
                     return False
             return True
@@ -156,8 +158,10 @@ def take_over(directory: Path, timeout: float) -> tuple[CoordinatorLaunch, socke
         require_own_peer(door)
         said, descriptors, _, _ = socket.recv_fds(door, _LARGEST, 1)
         for descriptor in descriptors:
+            # The kernel hands descriptors over inheritable: a child that kept the socket open would let ranks wait there in vain.
             os.set_inheritable(descriptor, False)
         try:
+            # The coordinator closes the connection behind the message.
             while piece := door.recv(_LARGEST):
                 said += piece
             launch = msgspec.json.decode(said, type=CoordinatorLaunch)

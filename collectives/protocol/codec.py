@@ -91,6 +91,7 @@ class FrameDecoder:
             frames.append(view[start + 4 : stop])
             start = stop
         if start < end:
+            # A copy of the rest: a view would keep the whole buffer of the read alive for some bytes of a frame.
             self._parts.append(data[start:])
             self._have, self._need = end - start, need
         return frames

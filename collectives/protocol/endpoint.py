@@ -211,6 +211,8 @@ class Endpoint:
             if self._closed:
                 raise ConnectionLost("the connection is closed")
             if self._backlog.nbytes:
+                # Even if the socket would accept bytes again: a frame that overtook the backlog would land in the middle of another
+                # one.
                 self._backlog.add(memoryview(frame), _copy(descriptor), bulk=bulk)
                 return False
             sent = self._write(frame, descriptor)
@@ -387,6 +389,7 @@ class Endpoint:
         with self._lock:
             self._sock, self._tls, self._decoder = other._sock, other._tls, other._decoder
             self._descriptors = other._descriptors
+            # These bytes came over the old connection: decoded now they would land in the middle of the new stream.
             self.early.clear()
             self._closed = False
 
@@ -405,6 +408,8 @@ class Endpoint:
             if self._closed:
                 return
             self._closed = True
+            # Under the lock: a thread that is sending finishes first, and later ones find the connection closed, not another file
+            # under its number.
             waiting = self._backlog.clear()
         for descriptor in (*waiting, *(self._descriptors or ())):
             if descriptor != LOST:
@@ -417,6 +422,7 @@ class Endpoint:
 
 
 def _copy(descriptor: int) -> int:
+    # A copy, as the caller closes its own as soon as the call returns.
     return os.dup(descriptor) if descriptor >= 0 else -1
 
 

@@ -154,6 +154,7 @@ def connect(
     except BaseException:
         sock.close()
         raise
+    # Ranks alone get memory from the coordinator; of anything that came along to another peer the kernel closes the descriptors.
     return Endpoint(sock, descriptors=hello.role == "rank"), welcome
 
 
@@ -173,6 +174,7 @@ def _open(
         sock = _wrap(sock, str(where), certificate)
     try:
         sock.settimeout(deadline.remaining())
+        # Once more: wrapping has moved the descriptor to another object, and a shutdown of the first one would not end the wait.
         if opened is not None:
             opened(sock)
         if isinstance(sock, ssl.SSLSocket):
@@ -352,6 +354,7 @@ class AgreedVersions:
         for name, version in versions.items():
             self._having[name, version] -= 1
             if not self._having[name, version]:
+                # The last rank with a version is gone: the next world can agree on another one.
                 del self._having[name, version], self._agreed[name]
 
     def fit(self, versions: Mapping[str, str]) -> bool:

@@ -44,6 +44,7 @@ def pack(ranks: Iterable[int]) -> Ranks:
 
 def _close_run(packed: list[int], first: int, last: int) -> None:
     if last > first:
+        # It is above `first`, hence never 0, whose negative is the same number.
         packed.append(-last)
 
 

@@ -217,6 +217,7 @@ class DistSyncStore(KVStore):
             self._store_oldest(key)
 
     def _store_oldest(self, key: Key) -> None:
+        # It stays in the queue while this waits: after an interrupt the next pull has to wait for the same push.
         pushed = self._pending[key][0]
         try:
             wait_for_handles([(key, handle) for handle in pushed.handles])
@@ -232,6 +233,7 @@ class DistSyncStore(KVStore):
             if pushed.interrupted and withdrawn:
                 return
             raise
+        # Before it is stored: an update that raises has had its sum, and must not get it a second time.
         self._pending[key].popleft()
         try:
             self._store({key: pushed.total()})
@@ -372,6 +374,7 @@ class DistSyncStore(KVStore):
         """
         with self._unused():
             for key, pending in self._pending.items():
+                # Sums that have come belong to the values that the restarted worker gets.
                 self._store_arrived(key)
                 if any(
                     not handle.done() or handle.outcome()[1] is None
@@ -528,6 +531,7 @@ class PushPull:
         wait_for_handles([(self.key, handle) for handle in self._handles])
         for target in self._targets:
             write(target, self._total)
+        # The user can write to the outputs from now on: a second call must not overwrite that.
         self._targets = []
 
 

@@ -99,6 +99,7 @@ class KVStore(KVStoreBase):
     def __init__(self, name: str = "local", *, on_devices: bool = False) -> None:
         self._name = name
         self._on_devices = on_devices
+        # Reentrant: `pushpull()` and `broadcast()` call other methods that acquire it.
         self._lock = threading.RLock()
         #: The stored values. An array in here is never shared with a user and is replaced, not written to.
         self._values: dict[Key, Value] = {}
@@ -167,6 +168,8 @@ class KVStore(KVStoreBase):
         self._check_known(found)
         groups = grouped(found, self._numbers)
         seen = {key: [_viewed(array) for array in arrays] for key, arrays in groups.items()}
+        # All keys are checked before the first sum: compression changes residuals, which a push that is refused must leave as they
+        # are.
         for key, arrays in seen.items():
             self._check_arrays(key, arrays)
         return {key: self._sum(key, arrays) for key, arrays in seen.items()}
@@ -231,6 +234,7 @@ class KVStore(KVStoreBase):
         )
         for key, value in new.items():
             old, self._values[key] = self._values[key], value
+            # The array that is not stored: the old value where the sum replaces it, the sum where an updater has made a new value.
             spare = old if value is sums[key] else sums[key]
             if isinstance(spare, np.ndarray):
                 self._spare[key] = spare
@@ -319,6 +323,7 @@ class KVStore(KVStoreBase):
             targets = pairs(key, value if out is None else out)
             self._check_known(targets)
             self._check_outputs(targets, self._values)
+            # All outputs were checked before this: a push can't be taken back.
             self.push(key, value, priority)
             self._write(targets, ignore_sparse=True)
 
@@ -364,6 +369,7 @@ class KVStore(KVStoreBase):
             found = pairs(key, out)
             self._check_known(found)
             wanted = row_ids_of(key, row_ids, found)
+            # All outputs and rows are checked before the first output is changed.
             for (one, target), rows in zip(found, wanted, strict=True):
                 self._check_sparse(one, target)
                 try:
@@ -505,6 +511,7 @@ class KVStore(KVStoreBase):
         updater = self._own_updater("save")
         with self._lock:
             states = updater.get_states(dump_optimizer)
+        # Without the lock: pushes do not wait for the disk.
         write_file(fname, states)
 
     def load_optimizer_states(self, fname: str) -> None:

@@ -60,6 +60,7 @@ class LRScheduler:
         """Return the learning rate after ``num_update`` updates, which are fewer than ``warmup_steps``."""
         if self.warmup_mode == "constant":
             return self.warmup_begin_lr
+        # MXNet multiplies before it divides.
         rise = (self.warmup_final_lr - self.warmup_begin_lr) * float(num_update) / float(self.warmup_steps)
         return self.warmup_begin_lr + rise
 

@@ -327,6 +327,7 @@ def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> optimizer_s
             "store is made, or use a dist_sync store, which runs it on the workers"
         )
     attributes = {
+        # A float32 of numpy's, for instance, is none of the plain numbers that travel.
         attribute: value.item() if isinstance(value, np.generic) else value
         for attribute, value in vars(optimizer).items()
         if attribute not in _OBJECTS
@@ -339,6 +340,7 @@ def portable(optimizer: Optimizer, modules: Collection[str] = ()) -> optimizer_s
             "rate changes, or use a dist_sync store, whose workers run any"
         )
     for key, parameter in optimizer.param_dict.items():
+        # The factors travel in place of the parameters, which are objects of the program.
         attributes["lr_mult"] = {**attributes["lr_mult"], key: float(parameter.lr_mult)}
         attributes["wd_mult"] = {**attributes["wd_mult"], key: float(parameter.wd_mult)}
     spec = optimizer_state.specify(name, attributes, schedule)
@@ -392,6 +394,7 @@ class SGD(Optimizer):
 
     def _scaled(self, grad: Array, lr: Any, rescale: Any) -> Array:
         if not self.clip_gradient:
+            # The product of the two numbers comes first, as in MXNet: lr * (rescale * grad) rounds differently.
             plain: Array = (lr * rescale) * grad
             return plain
         bound = _constant(self.clip_gradient, grad)

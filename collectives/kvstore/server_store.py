@@ -152,6 +152,8 @@ class ServerStore(KVStore):
             makes = min((rank for rank, host in self._hosts if host == link.address.host), default=-1)
             used = link.open_store(self._id, makes_memory=first and rank == makes, message=message)
             opened.append((link, used))
+        # Only after all servers were asked: an opening waits until a worker of the server's host has brought the memory, and that
+        # worker can wait for another server meanwhile.
         for link, request in opened:
             answer = link.wait(request)
             if isinstance(answer, m.RequestFailed) and answer.ranks:
@@ -213,6 +215,8 @@ class ServerStore(KVStore):
         return getattr(self, name)
 
     def _join(self) -> None:
+        # Removed first: `_restore()` reads attributes, and each that is still missing would lead through `__getattr__()` to this
+        # method again.
         state = vars(self).pop("_unpickled")
         try:
             self._restore(joined(), state)
@@ -292,6 +296,7 @@ class ServerStore(KVStore):
                     self._checked(one, link.wait(request))
                 except KVStoreError as error:
                     refused = refused or error
+            # The first worker alone has sent requests: the others learn here whether the keys exist.
             text = self._workers.broadcast_text(
                 "" if refused is None else str(refused), f"kv.{self._id}.init"
             )
@@ -373,6 +378,7 @@ class ServerStore(KVStore):
             span=span,
         )
         shard.pushed.append(request)
+        # This worker's own push does not make the value older that it has.
         shard.seen += 1
 
     def _pop_answered_pushes(self, shard: KeyShard) -> None:
@@ -464,6 +470,7 @@ class ServerStore(KVStore):
             self._checked(key, failed[0])
         done = self._checked(key, answer)
         assert isinstance(done, m.RequestDone)
+        # Pushes without an answer are this worker's own: they do not make its value older.
         shard.seen = done.version + len(shard.pushed)
 
     def _copy(self, key: Key, pulls: list[_Pulled], targets: list[Any]) -> None:
@@ -593,6 +600,7 @@ class ServerStore(KVStore):
                 self._send_optimizer(spec, keeps_states=False)
             except KVStoreError as error:  # at the first worker only
                 failed = str(error)
+            # The first worker alone has asked the servers, and all raise the refusal.
             failed = self._workers.broadcast_text(failed, f"kv.{self._id}.set_optimizer")
             if failed:
                 raise KVStoreError(failed)
@@ -626,6 +634,8 @@ class ServerStore(KVStore):
             optimizer = self._running_optimizer()
             optimizer.set_learning_rate(float(lr))
             self.barrier()
+            # Between two barriers: all workers have sent their pushes at the old rate before it, and none pushes for the new one
+            # before the servers have it.
             self._send_optimizer(portable(optimizer, _importable()), keeps_states=True)
             self.barrier()
 

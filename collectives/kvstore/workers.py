@@ -128,6 +128,8 @@ class Workers:
                 dtype,
                 SUM,
                 process_set=self.id,
+                # With the shape, which the flat parts do not have: workers that give different ones are in different groups, and fail
+                # alike.
                 group=(f"{name} {array.shape}", count) if count > 1 else None,
                 anonymous=True,
                 priority=priority,

@@ -319,6 +319,7 @@ class ServerLink:
                 if self._batch:
                     self._with_reconnect(self._send_batch)
                 if self._reading:
+                    # With a limit, as in the poll of the thread that reads: the end of the world notifies neither.
                     self._changed.wait(1.0)
                 else:
                     self._read_once()
@@ -355,6 +356,7 @@ class ServerLink:
 
     def close_store(self, store: int) -> None:
         """Close a store for this worker. Does not wait, and acquires no lock."""
+        # Before the wake-up, after which the watching thread looks for it once.
         self._closing.append(store)
         self._wake()
 
@@ -397,6 +399,7 @@ class ServerLink:
             probe = self._probe = ServerRequest(
                 m.StockRequest(self._sequence, store), None, 0, keeps=False, span=None
             )
+            # Among the requests, so that its answer counts like any other; it carries no memory and changes nothing on the server.
             self._unanswered[self._sequence] = probe
             self._with_reconnect(lambda: self._transmit(probe))
         elif (
@@ -429,6 +432,7 @@ class ServerLink:
         kept = f", which kept the values of {named}{more}" if keys else ""
         text = f"{self._name()} is lost{kept}: {error}"
         self._lost = KVStoreError(text)
+        # Otherwise batched() would try to send the requests that are left at its end.
         self._batch.clear()
         LOG.warning("%s", text)
 
@@ -539,6 +543,8 @@ class ServerLink:
             for payload in endpoint.receive():
                 self._handle(endpoint, m.decode_to_worker(payload))
         except ProtocolError as error:
+            # The stream can't be read any further. As after the end of the connection, all unanswered requests are repeated over a
+            # new one.
             raise ConnectionLost(str(error)) from error
 
     def _handle(self, endpoint: Endpoint, message: m.ToWorker) -> None:
@@ -565,6 +571,7 @@ class ServerLink:
             request.span.answered(message, self._clock)
         if request.region is not None:
             self._in_flight -= request.region.size
+            # Not before the answer: the server reads these bytes until then, and a new connection sends them again.
             if not request.keeps:
                 self._arena.free(request.region)
         self._changed.notify_all()
@@ -579,6 +586,8 @@ class ServerLink:
                 self._name(),
             )
             return
+        # A new connection brings the file once more. `setdefault()` keeps the first object, and the end of the other one closes its
+        # descriptor.
         self._files.setdefault(store, SharedFile(descriptor))
 
     # -- making it again ----------------------------------------------------------------------------------------------
@@ -607,6 +616,7 @@ class ServerLink:
         with contextlib.suppress(ConnectionLost):
             self._receive()  # the server may have sent RequestBegun before it ended
         self._drop_connection()
+        # Set back before the next connection: `_begun` then names only requests that the new server has begun.
         server, begun, self._begun = self.pid, self._begun, 0
         suspect = self._unanswered.get(begun)
         if suspect is not None and suspect.ends:
@@ -615,14 +625,18 @@ class ServerLink:
             self._require_usable()
             try:
                 self._endpoint = self._connect(deadline)
+                # The same process: only the connection was lost, and no request is to blame for that.
                 if self.pid != server:
                     server = self.pid
                     self._count_end(begun)
                 self._poll = select.poll()
                 self._poll.register(self._endpoint, select.POLLIN)
                 self._batch.clear()  # they are among those that are unanswered
+                # The memory goes first: a new server refuses requests of this host for stores that it does not have.
                 for store, file in self._files.items():
                     self._send(m.Bring(store), file)
+                # In the order of their numbers: the server takes a push whose number is below the last that it applied to the key for
+                # a repeated one, and would answer it without applying it.
                 for number in sorted(self._unanswered):
                     request = self._unanswered.get(number)
                     if request is not None:  # answered while others were sent
@@ -762,6 +776,7 @@ class ServerLink:
                     continue  # threads that wait raise it
                 poll = select.poll()
                 poll.register(self._wake_reader, select.POLLIN)
+                # Only the end of the connection: answers are read by the threads that wait for them.
                 poll.register(endpoint, select.POLLRDHUP)
             found = poll.poll()
             if any(descriptor == self._wake_reader for descriptor, _ in found):

@@ -89,6 +89,7 @@ class Servers:
         with self._lock:
             own = tuple(link.address for link in self._links.values() if link.address.host == host_key())
             known = self._exchange(workers, _KnownAddresses(self._engine.rank, host_key(), own))
+            # All workers have the same messages, so either all of them or none come to the second exchange, which is collective.
             if any(not self._of_host(known, worker.host) for worker in known):
                 known = self._exchange(workers, self._start_missing(known))
             for worker in known:
@@ -140,6 +141,7 @@ class Servers:
         links = sorted(self._links.values(), key=order)
         found = []
         for index, link in enumerate(links):
+            # A copy, made in one step: the user's thread can open a store meanwhile, and this one acquires no lock.
             stock = list(link.stock.values())
             keys, nbytes = sum(len(keys) for keys in stock), sum(sum(keys.values()) for keys in stock)
             found.append(KnownServer(index, link.address.host, link.pid, link.local, keys, nbytes))
@@ -167,6 +169,7 @@ class Servers:
                 self._starter.start_new(index, settings, remote=remote, timeout=settings.start_timeout)
                 for index in range(settings.kv_servers)
             )
+        # Sent to all in place of addresses, so that each worker raises it: the others wait for this message.
         except (HvdlabError, OSError) as error:
             return _KnownAddresses(rank, host, (), str(error))
         return _KnownAddresses(rank, host, started)
@@ -184,6 +187,7 @@ class Servers:
         assert isinstance(result.output, np.ndarray)
         names = [part.tobytes().hex() for part in result.output.reshape(-1, _NAME_BYTES)]
         store = self._engine.world_store()
+        # Before the first answer is awaited: otherwise all would wait for each other.
         store.set(f"kv.servers.{name.tobytes().hex()}", msgspec.json.encode(own))
         timeout = self._engine.settings.start_timeout
         try:

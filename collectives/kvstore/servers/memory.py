@@ -37,6 +37,8 @@ ALIGNMENT = 64
 """Bytes to which places and arrays are aligned: a cache line."""
 PAGE = 4096
 """Bytes; files grow by whole pages."""
+# "hvdkv1" in ASCII, and the version of the layout: it has to be raised with each change below, as a server may read the file
+# that one of another version has written.
 _MAGIC = 0x6876646B76310003
 _HEADER = 16
 """Bytes before a record: its length, and the bytes of its place."""
@@ -76,6 +78,7 @@ class SharedFile:
             seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
         except OSError as error:
             raise ProtocolError(f"what should be a file in memory is something else: {error}") from error
+        # A read behind the end of a file that has shrunk is a SIGBUS, which no `except` catches: each process that maps it would end.
         if not seals & fcntl.F_SEAL_SHRINK:
             raise ProtocolError("a file in memory that may shrink can't be shared")
         self._mapped = 0
@@ -245,6 +248,7 @@ def _slot_at(file: SharedFile, at: int, record: KeyRecord, workers: int) -> tupl
 
 
 def _block_size(record: KeyRecord, workers: int) -> int:
+    # Has to reach as far as `_slot_at()` goes, for both slots, behind the word that selects one of them.
     slot = aligned((3 + workers) * 8)
     for name, shape in ((record.dtype, record.shape), *record.states):
         slot += aligned(element_type(name).itemsize * int(np.prod(shape, dtype=np.int64)))
@@ -299,6 +303,7 @@ class StoreMemory:
             record = self._record(counting)
             if not isinstance(record, StoreRecord):
                 raise ProtocolError("a record of a store is damaged")
+            # First: the size of the blocks below follows from the number of workers.
             self.store = record
         at = ALIGNMENT
         while at < end:
@@ -312,6 +317,7 @@ class StoreMemory:
                 insort(self._free, (size, at))
             elif not marked & _OF_STORE:
                 self._use(at)
+            # The largest place that does not count: it has room for the longest record.
             elif at != counting and size > self._spare_size:
                 self._spare, self._spare_size = at, size
             at += size

@@ -91,6 +91,7 @@ class CopiedArena:
         self._bytes[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
     def _reach(self, end: int) -> None:
+        # 64 GiB. A worker's number alone must not make the server ask for any amount of memory.
         if end > FRAME_LIMIT << 8:
             raise ProtocolError(f"an arena of {end} bytes")
         if end > len(self._bytes):
@@ -175,6 +176,8 @@ class JobObserver:
                 message = decode_to_peer(payload)
                 if isinstance(message, jobs.Ping):
                     endpoint.send(jobs.Pong(message.number, time.monotonic_ns()))
+                # A successor that still restores the world lists the ranks that have come to it so far; the others are on their way,
+                # not dead.
                 elif isinstance(message, jobs.World) and not message.restoring:
                     self._report_ends(message)
             poll.poll()
@@ -288,6 +291,7 @@ class ParameterServer:
                 target.drain()
             else:
                 self._serve(target, events)
+                # After each connection: a worker gets its answers before the requests of the next one are carried out.
                 self._send_answers()
         while self._events:
             event = self._events.popleft()
@@ -417,6 +421,7 @@ class ParameterServer:
             connection.arena = CopiedArena()
         connection.open = True
         connection.repeats = message.repeats
+        # Only now: the frames of a connection without a token stay small.
         connection.endpoint.limit = FRAME_LIMIT
         connection.endpoint.send_frame(m.encode(m.Attached(os.getpid())))
         self._handle(WorkerArrived(connection.number, message.rank, message.pid, connection.arena))
@@ -436,6 +441,7 @@ class ParameterServer:
         self._send_answers()
         self._send(connection, m.encode(m.RequestBegun(sequence)))
         self._handle(received)
+        # Behind the answer: as long as the worker has not got that, this request can be the one that ends the server.
         self._answers.setdefault(connection.number, []).append(m.encode(m.RequestBegun(0)))
 
     def _reject(self, connection: _Connection, reason: str) -> None:
@@ -448,6 +454,7 @@ class ParameterServer:
         self._loop.unregister(connection)
         connection.endpoint.close()
         del self._connections[connection.number]
+        # Its descriptor is free now, for a newcomer that waits because none was left.
         self._accept_again()
         if connection.open:
             self._handle(WorkerDisconnected(connection.number))

@@ -102,6 +102,8 @@ class RequestSpan:
         if isinstance(answer, m.RequestFailed):
             self._log.end(self, answer, 0, seen)
             return
+        # The clock of a server on another host is known to half a round trip only, and the recorder refuses times that are out of
+        # order.
         began = min(max(clock.here(answer, self.sent, seen), self.called), seen)
         # A push is complete when the server has applied it, even if its worker reads the answer much later.
         finished = seen if self.kind is OpKind.PULL else min(began + answer.took, seen)

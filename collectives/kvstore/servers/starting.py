@@ -118,6 +118,7 @@ class ServerStarter:
         certificate = key = tls_address = ""
         if remote:
             certificate, key = new_certificate(settings.address)
+            # Only for a free port: the server and each successor listen on that one, which workers of other hosts know.
             with _listen_tls(settings.address, 0) as probe:
                 tls_address = str(TlsAddress(settings.address, probe.getsockname()[1]))
         address = ServerAddress(host_key(), index, directory, tls_address, certificate, secrets.token_hex(32))
@@ -135,6 +136,7 @@ class ServerStarter:
             settings.kv_optimizers,
             tuple(os.path.abspath(entry) for entry in sys.path) if settings.kv_optimizers else (),
         )
+        # Before the start: any worker of this host starts the server again with these settings.
         _write_private(Path(directory) / SETTINGS, msgspec.json.encode(launch))
         self.ensure_running(address, timeout)
         return address
@@ -178,6 +180,7 @@ def _spawn(launch: ServerLaunch, address: ServerAddress, deadline: Deadline) -> 
     with contextlib.ExitStack() as sockets:
         local = sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         try:
+            # Under the lock, and no server listens: the file is that of a dead one, on which no socket can be bound.
             path.unlink(missing_ok=True)
             local.bind(str(path))
             local.listen(_BACKLOG)

@@ -235,6 +235,7 @@ class ParameterServerState:
     def _on_arrived(self, event: WorkerArrived) -> None:
         before = self._workers.get(event.rank)
         if before is not None:
+            # The old connection can end after the new one has come: its end must not count as that of the worker.
             self._ranks.pop(before.peer, None)
             if before.pid != event.pid:
                 self._remove_worker(event.rank, "was started anew")
@@ -267,6 +268,7 @@ class ParameterServerState:
         self._forget_early(rank)
         for number in list(self._stores):
             self._remove_from_store(number, rank)
+        # The dead worker was perhaps the one that makes the memory, for which the others would wait for ever.
         for number, openings in list(self._opening.items()):
             for opener, request in openings:
                 if rank in request.workers and opener != rank:
@@ -303,6 +305,7 @@ class ParameterServerState:
 
     def _send(self, rank: int, message: Message, file: SharedFile | None = None) -> None:
         worker = self._workers.get(rank)
+        # Otherwise the answer is dropped: the worker repeats its request over the next connection.
         if worker is not None and worker.peer >= 0:
             self._effects.append(ServerSend(worker.peer, message, file))
 
@@ -353,6 +356,7 @@ class ParameterServerState:
     def _execute(self, rank: int, request: _Request, now: float) -> None:
         worker, store = self._workers[rank], self._stores.get(request.store)
         if worker.unwritten and isinstance(request, m.Push | m.Init | m.Pull):
+            # Bytes come right before the request that they belong to, so the failure is that of this request alone.
             text, worker.unwritten = worker.unwritten, ""
             self._fail(rank, request.sequence, f"what goes with it did not reach the server: {text}")
         elif store is None and worker.arena.remote:
@@ -375,6 +379,7 @@ class ParameterServerState:
         if file is None:
             raise ProtocolError("a store was brought without its memory")
         if message.store in self._stores or message.store in self._brought:
+            # Each worker of the host brings the memory to a new server; it is the same file, and the first one counts.
             file.close()
             return
         memory = StoreMemory(file)
@@ -382,6 +387,7 @@ class ParameterServerState:
             self._add_store(message.store, memory)
         else:
             self._brought[message.store] = memory
+        # Openings first: new memory becomes a store with the first of them, and the early requests are for that store.
         for rank, request in self._opening.pop(message.store, []):
             self._open(rank, request)
         for rank, early, now in self._early.pop(message.store, []):
@@ -398,6 +404,8 @@ class ParameterServerState:
                 for block in memory.blocks.values()
                 if block.current.head[1] == record.generation
             ]
+            # The record has the optimizer as it was set, the blocks have its counts since: schedules of the learning rate go on from
+            # the highest.
             optimizer.num_update = max([optimizer.num_update, *updates])
         self._stores[number] = _Store(memory, record, optimizer)
         for rank in self._dead:
@@ -454,6 +462,7 @@ class ParameterServerState:
         self._set_record(store, msgspec.structs.replace(store.record, gone=gone))
 
     def _init(self, store: _Store, rank: int, request: m.Init) -> None:
+        # A repeated request finds the key that it has made itself.
         if request.key not in store.memory.blocks:
             given = self._workers[rank].arena.array(
                 request.offset, element_type(request.dtype), request.shape
@@ -475,12 +484,14 @@ class ParameterServerState:
         block = store.memory.add(record)
         slot = block.current
         if before is not None:
+            # The value is the same: workers tell its age by the version, and a repeated push is found by the sequence numbers.
             slot.head[0], slot.applied[:] = before.head[0], before.applied
         slot.head[1] = store.record.generation
         slot.head[2] = 0 if optimizer is None else optimizer.begin_num_update
         np.copyto(slot.value, value)
         for place, array in zip(slot.states, arrays, strict=True):
             np.copyto(place, array)
+        # Last: from here on a successor uses the block, so all that is in it has to be complete.
         store.memory.keep(block)
         return block
 
@@ -494,6 +505,8 @@ class ParameterServerState:
         if request.keeps_states and type(store.optimizer) is type(optimizer):
             optimizer.num_update = max(optimizer.num_update, store.optimizer.num_update)
         else:
+            # No block is touched here: each keeps its old states until its next push, which sees the other generation and makes new
+            # ones.
             generation += 1
             store.structures.clear()
         record = msgspec.structs.replace(store.record, optimizer=request.optimizer, generation=generation)
@@ -536,6 +549,7 @@ class ParameterServerState:
     def _push(self, store: _Store, rank: int, push: m.Push) -> None:
         """Apply a push and answer it, unless it was applied before: then the first answer was lost with the connection."""
         slot, index = store.memory.blocks[push.key].current, store.record.workers.index(rank)
+        # First: a push that was applied must not fail when it is repeated, whatever has changed since.
         if push.sequence <= int(slot.applied[index]):
             self._send(rank, m.RequestDone(push.sequence, int(slot.head[0])))
             return
@@ -544,6 +558,7 @@ class ParameterServerState:
         if store.optimizer is None:
             self._fail(rank, push.sequence, "a dist_async store needs an optimizer: call set_optimizer")
             return
+        # Read now: `_apply()` can put another block in place of the one that this slot belongs to.
         before = int(slot.head[0])
         self._apply(store, store.optimizer, rank, push)  # should it raise, the value is as before
         self._send(rank, m.RequestDone(push.sequence, before + 1, max(0, before - push.seen)))
@@ -575,8 +590,12 @@ class ParameterServerState:
         if int(block.current.head[1]) != store.record.generation:
             block = self._make_block(store, push.key, block.current.value.copy(), block.current)
         new = block.other
+        # Into the slot that does not count: an optimizer that raises, or ends the server, halfway through its update leaves the value
+        # whole.
         block.current.copy_to(new)
         counts = optimizer._index_update_count
+        # From the slot, not from the optimizer's own table: that of a restarted server is empty, and it also counts an update that
+        # raised.
         counts[push.key] = int(new.head[2])
         state = self._state(store, push.key, new.value, new.states)
         _update(optimizer, push.key, new.value, gradient, state)

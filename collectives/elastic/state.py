@@ -97,6 +97,7 @@ class State:
 
     def on_reset(self) -> None:
         """Drop news of the old world, then call :meth:`reset` and the callbacks. Called when training begins again."""
+        # News that another thread adds to the old queue meanwhile is not lost: the training loop calls `remind()` after this.
         self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -114,6 +115,7 @@ class State:
     def commit(self) -> None:
         """Save the state, then :meth:`check_host_updates`. Training goes on from here if it fails later."""
         self.save()
+        # Before the check, which can raise: the state is saved then, too.
         self._commits += 1
         self.check_host_updates()
 
@@ -125,12 +127,15 @@ class State:
         """
         before = latest = self._last_updated_timestamp
         changes = int(HostUpdateResult.no_update)
+        # This thread alone removes from the queue, so that `get()` never waits.
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()
             if timestamp > latest:
                 latest = timestamp
                 changes |= int(change)
         before, latest, changes = self._agree((before, latest, changes))
+        # The time on which all have agreed, not that of this rank's own news: on a rank that gets the same news later it must not
+        # interrupt again.
         self._last_updated_timestamp = latest
         if latest > before:
             removed = bool(changes & HostUpdateResult.removed)

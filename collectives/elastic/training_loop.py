@@ -63,12 +63,15 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
                 try:
                     if attempts.again:
                         # One that came while the others agreed to let some go has to be given their state.
+                        # `rejoin()` stands first, since it has to be called in any case.
                         skip_sync = not attempts.rejoin() and skip_sync
                         state.on_reset()
+                        # After `on_reset()`, which drops news: ranks that wait already are not announced again.
                         notification_manager.remind(state)
                     if not skip_sync:
                         state.sync()
                     result = func(state, *args, **kwargs)
+                    # Within the attempt: if another rank fails before it comes to its end, this one goes back with it.
                     attempts.meet()
                     return result
                 except CollectiveError as error:
@@ -156,6 +159,7 @@ class Attempts:
                 raise error
             self._disagreement = disagreement
         text = str(error).partition("\n")[0]
+        # Before the report: at the limit this raises, and the coordinator must not wait for a rank that makes no further attempt.
         self._count(error)
         logger.info("going back to the last commit: %s", text)
         self._stop(f"{type(error).__name__}: {text}" if text else type(error).__name__)
@@ -197,6 +201,7 @@ class Attempts:
         self.again = True
         if self._engine is not None and not self._engine.closed:
             self._engine.failed_cells += 1
+            # Before the stop: once the coordinator knows of it, the world can change at any time.
             self._together = frozenset(self._engine.processes()[1])
             self._engine.elastic.stop(reason, self._engine.settings.min_np)
 

@@ -432,6 +432,7 @@ class OperationMatcher:
         operation = self._open.get(key)
         if operation is None or operation.size is None or len(operation.ranks) < operation.size:
             return False
+        # A rank that has recorded nothing behind it can still have further tensors of the same operation.
         return all(self._current.get(rank) != key for rank in operation.ranks)
 
     def expired(self, now: float) -> list[MatchedOperation]:
@@ -519,6 +520,8 @@ class ChromeTrace:
     def close(self) -> list[TraceEvent]:
         """Return the events of all operations that are held, and end the open slices."""
         out = self.operations(self._operations.flush())
+        # Only after the operations that were held: these batches have times of clocks that were never compared, and must not be
+        # matched with those.
         for batches in self._unaligned.values():
             for batch in batches:
                 out += self._convert(batch, 0.0, aligned=False)
@@ -554,6 +557,7 @@ class ChromeTrace:
                 out += self._span(rank, Placed(event, offset, error), now)
             else:
                 out += self.happening(rank, event, offset)
+        # A full batch can be cut between the spans of a fused operation: the others come with the next one.
         if len(batch.events) < BATCH_RECORDS:
             self._operations.pause(rank)
         return out
@@ -579,6 +583,8 @@ class ChromeTrace:
         for what, count in (("dropped", batch.dropped), ("refused", batch.refused)):
             key = (batch.rank, what)
             more = count - self._lost.get(key, 0)
+            # Counts are sums since the recorder began. They begin at 0 again with another process of the rank, so `more` can be
+            # negative.
             self._lost[key] = count
             if more > 0:
                 name = "RECORDS_LOST" if what == "dropped" else "RECORDS_REFUSED"
@@ -673,6 +679,7 @@ class ChromeTrace:
             there["flow_out"] = own["flow_in"] = own["flow_out"] = True
         else:
             own["flow_out"] = there["flow_in"] = True
+            # A gradient was not computed from a value that came only after it was pushed.
             while pulled and pulled[0][0] <= placed.span.submitted_ns:
                 number = pulled.popleft()[1]
                 own["flow_in"] = True

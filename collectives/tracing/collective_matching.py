@@ -57,6 +57,7 @@ class Generations:
                 )
         rows["size"][rows["kind"] == OpKind.SENDRECV] = 2
         for _, event in news:
+            # Only now: rows before the first change in the batch belong to the generation that was known before.
             self._generations[rank, event.process_set] = event.generation
 
 
@@ -121,7 +122,9 @@ class Numbering:
             known = find(key) or find_old(key)
             if known is None or known & bit:
                 known = following
+                # Never 0, which stands for rows that became no collective.
                 following = following % 0xFFFFFFFF + 1
+            # Also one that was found in `_old`: records of its other ranks can still come, so it is remembered for longer.
             new[key] = known | bit
             found.append(known & 0xFFFFFFFF)
         self._next = following

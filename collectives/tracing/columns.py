@@ -171,6 +171,7 @@ class RowStore:
             taken += count
         self.end += len(rows)
         while len(self) > self.limit and len(self._chunks) > 1:
+            # No reader has a view of it: `since()` and `newest_of()` return copies.
             self._spare = self._chunks.popleft()
             self.begin += self.CHUNK
 
@@ -190,6 +191,7 @@ class RowStore:
             if len(places):
                 newest: Rows = chunk[places[-1:]].copy()
                 return newest
+            # All chunks but the last are full.
             filled = self.CHUNK
         return np.empty(0, ROW)
 
@@ -267,11 +269,13 @@ class _Kept:
         if at == self.size or times[at] != point[0]:
             return False
         self.points[self.begin + at] = point
+        # The number is a new one: a view that has the old value gets the point once more.
         self.newest = point[3]
         return True
 
     def _make_room(self) -> None:
         kept = self.view()
+        # More than half of it is in use. Otherwise moving the points to the front makes room enough.
         if self.begin < len(self.points) // 2:
             self.points = np.empty(len(self.points) * 2, POINT)
         self.points[: self.size] = kept.copy()

@@ -300,6 +300,7 @@ class TimeShares:
         ):
             self._blocked[second] = self._blocked.get(second, 0.0) + amount
         for i in np.flatnonzero(~inside).tolist():
+            # Earlier seconds are not reported any more, and an operation can have been blocked for hours.
             for second in range(int(begin[i]) // SECOND, int(end[i]) // SECOND + 1)[-SECONDS_KEPT:]:
                 length = min(int(end[i]), (second + 1) * SECOND) - max(int(begin[i]), second * SECOND)
                 self._blocked[second] = self._blocked.get(second, 0.0) + length * float(share[i])
@@ -309,6 +310,7 @@ class TimeShares:
         before = origin + (over - SECONDS_KEPT) * SECOND
         limits = [int(one.end[-INTERVALS_KEPT]) for one in every if len(one) > INTERVALS_KEPT]
         before = max([before, *limits])
+        # Rounded up: only a part of the second with that time in it is remembered.
         self._floor = max(self._floor, -((origin - before) // SECOND))
         for one in every:
             one.forget(before)
@@ -392,6 +394,7 @@ class Bandwidths:
                 if kind is OpKind.ALLGATHER:
                     nbytes *= size[own]  # the algorithm's are those of the result
                 on_bus = np.where(size[own] > 0, nbytes * bus(size[own]), np.nan)
+            # The tensors of a fused operation share its time, which counts once, while the bytes of each count.
             amounts = np.stack((nbytes, on_bus, np.where(fresh, length, 0)[own]), 1)
             for one in np.unique(second[own]).tolist():
                 key = (int(kind), one)
@@ -405,6 +408,7 @@ class Bandwidths:
         for key in sorted(self._changed):
             kind, second = key
             nbytes, on_bus, ns = self._sums[key].tolist()
+            # It stays among the changed ones: this rank is still in that second.
             if second >= over:
                 continue
             self._changed.discard(key)
@@ -470,6 +474,7 @@ class Lateness:
         order = np.lexsort((late, seconds, ranks))
         keys = np.stack((ranks, seconds), 1)[order]
         other = np.any(keys[1:] != keys[:-1], axis=1)
+        # The last of each rank and second: they are sorted by their delay within these, so that it is the greatest.
         for i in np.flatnonzero(np.concatenate((other, [len(keys) > 0]))).tolist():
             key = (int(keys[i, 0]), int(keys[i, 1]))
             if late[order[i]] > self._lateness_ns.get(key, -1):

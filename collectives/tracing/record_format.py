@@ -179,6 +179,9 @@ BATCH_RECORDS = 4096
 HEADER = struct.Struct("<4sHHIIIQQQ")
 DEFINITION = struct.Struct("<IHH")
 
+# In all three layouts the type is the first byte and the name the second word: readers choose records, and the recorder finds
+# the names that a batch needs, without unpacking them. `columns.RECORD` has the layout of SPAN as well. Changes need a new
+# VERSION.
 # type, kind, dtype, flags, name, process set, sequence, batch, bytes, submitted,
 # then as distances: ready, started, finished; then durations: pack, transfer, wait, unpack.
 SPAN = struct.Struct("<BBBBIIIIQQ7I")
@@ -282,6 +285,7 @@ def pack_span(name_id: int, span: Span) -> bytes:
         raise ValueError("a span's times must be in order and its phases not negative")
     distances = (ready - base, started - base, end - base, *phases)
     shift = span_scale(max(distances))
+    # 32 bits, shifted by 31 at most: 2**63 ns.
     if shift > SHIFT_MASK:
         raise ValueError("a span may not be longer than 292 years")
     flags = (
@@ -301,6 +305,7 @@ def pack_span(name_id: int, span: Span) -> bytes:
         span.batch,
         span.nbytes,
         base,
+        # All are rounded down by the same shift, so that they stay in order.
         *(d >> shift for d in distances),
     )
 
@@ -427,6 +432,8 @@ def read_head(data: bytes, known: Definitions | None = None) -> Head:
         if known is None
         else bytes(data[HEADER.size : max(HEADER.size, len(data) - count * RECORD_BYTES)])
     )
+    # One more than the definitions: 0 is the empty name. The count is compared since another one would divide the same bytes
+    # differently.
     if known is not None and (found := known.find(table)) is not None and len(found[0]) == definitions + 1:
         return Head(rank, clock, dropped, refused, *found, HEADER.size + len(table))
     names, sites, start = _read_names(data, definitions)

@@ -109,6 +109,7 @@ class Recorder:
                 return self._ids[name, site]
             if len(self._texts) >= self._max_names:
                 self._ids, self._texts, self._texts_before = {("", ""): 0}, {}, self._texts
+            # From 1 to 2**32 - 1: records have 32 bits for the number, and 0 is the empty name.
             ident, self._next_id = self._next_id, self._next_id % _U32 + 1
             known = "" if site == UNKNOWN_SITE else site
             self._texts[ident] = record_format.clean_text(name), record_format.clean_text(known)
@@ -169,6 +170,7 @@ class Recorder:
                     phases.wait,
                     phases.unpack,
                 )
+                # Last: another thread reads the head without the lock, for the number of records that it can drain.
                 self._head = head + 1
         except (struct.error, ValueError):
             # Too long for 32 bits of nanoseconds, or it failed early, or impossible.
@@ -231,6 +233,7 @@ class Recorder:
             self._head = head
             if unusual:
                 self._drop_oldest()
+        # Without the lock, which `_put()` acquires.
         for tensor in unusual:
             self._unusual(tensor, number, element, order, (ready_ns, started_ns, finished_ns), phases, ok)
 
@@ -313,6 +316,7 @@ class Recorder:
         """Record a number that views show over time, measured now or at ``time_ns``."""
         if not self.enabled:
             return
+        # Before the lock, which `_define()` acquires.
         ident, flags = self.name_id(name), 0 if step is None else FLAG_HAS_STEP
         now = time.monotonic_ns() if time_ns is None else time_ns
         with self._lock:
@@ -387,6 +391,7 @@ class Recorder:
         return batches
 
     def _copy_out(self) -> bytes:
+        # Writers do not read the tail, and can have run past it: the records that they have overwritten are counted here.
         lost = self._head - self._tail - self.capacity
         if lost > 0:
             self.dropped += lost

@@ -138,6 +138,8 @@ class NameTable:
         if number is not None:
             return number
         if len(self._numbers) >= NAMES_KEPT:
+            # The table is never cleared, as rows refer to it by number: a program that makes up a name for each call must not fill
+            # the memory.
             name, site = OTHER_NAMES, ""
         if (name, site) not in self._numbers:
             number = self._numbers[name, site] = len(self.names)
@@ -236,6 +238,7 @@ class Annotations:
             at_ns: The time on the common axis; ``None`` if this clock can't be compared with that of the ranks.
         """
         before, self._membership = self._membership, now
+        # Empty between two generations of the world: the next one is compared with the last that there was.
         formed, self._formed = self._formed, now.formed or self._formed
         if before is None or not before.members or at_ns is None:
             return
@@ -284,6 +287,7 @@ class Annotations:
             self._end(self._open.pop(key), at_ns, ok=False)
 
     def _end(self, number: int, at_ns: int, *, ok: bool) -> None:
+        # Otherwise it has made room for newer ones, while the cell or pause went on.
         if number in self._annotations:
             mark = self._annotations[number][1]
             mark.end_ns, mark.ok = max(at_ns, mark.begin_ns), ok
@@ -398,6 +402,7 @@ class Recording:
             (place, read_record(batch, head.start + place * RECORD_BYTES, head))
             for place in np.flatnonzero(records["type"] != RecordType.SPAN).tolist()
         ]
+        # Before the clocks are compared: one impossible sample would move the times of a whole host.
         _check_times(records, [event for _, event in small])
         self._alignment.observe(head.clock)
         self._domains[head.rank] = head.clock

@@ -131,6 +131,7 @@ class TimelineFile:
             self._discard()
         finally:
             os.close(self._fd)
+            # After the file was closed: a caller of `close()` can move or remove it.
             self._done.set()
 
     def _loop(self) -> None:
@@ -171,10 +172,12 @@ class TimelineFile:
 
     def _write(self, events: list[TraceEvent]) -> None:
         encode = msgspec.json.encode
+        # Only the bracket is in the file, so these are the first events.
         if events and self._size == 1:
             events = [_with_clock(events[0]), *events[1:]]
         pending = bytearray()
         for event in events:
+            # In front of the event, so that the file can end behind any of them.
             pending += b",\n" if self._size + len(pending) > 1 else b"\n"
             pending += encode(event)
             if len(pending) >= WRITE_BYTES:

@@ -332,6 +332,7 @@ def load_trace(path: Path) -> Recording:
     reader = _Reader()
     try:
         with path.open("rb") as raw:
+            # By the first bytes: the file can have been renamed.
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             file: BinaryIO = raw
@@ -468,6 +469,7 @@ class _Reader:
         members.add(rank)
         process_set = args["process_set"]
         if len(members) > self._sizes.get(process_set, 0):
+            # Events do not have the sizes of process sets: the most ranks that have taken part in one operation stand for it.
             self._sizes[process_set] = len(members)
         if len(self._ranks) > EVENTS_AT_ONCE:
             del self._ranks[next(iter(self._ranks))]

@@ -111,7 +111,9 @@ class PointReader:
         for sample in samples:
             assert isinstance(sample, ClockSample)
             self._alignment.observe(head.clock, sample)
+        # Only a sample of a clock can make a held batch readable.
         if samples and self._held:
+            # Replaced first: `_metrics()` holds a batch again whose clock still can't be compared.
             held, self._held = self._held, deque()
             for earlier in held:
                 found += self._metrics(earlier, read_head(earlier))
@@ -258,6 +260,7 @@ class Export:
         with self._changed:
             self._closing = True
             self._changed.notify()
+        # An exporter can close its own export from `write()`, and a thread can't join itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -346,6 +349,7 @@ class RecordingExport(Export):
         # After the flag, which the reader checks when it wakes.
         self._recording.wake_waiters()
         if threading.current_thread() is not self._reader:
+            # First: the reader hands the last points over, which `put()` ignores after the close below.
             self._reader.join(deadline.remaining())
         self._unregister()
         return super().close(deadline.remaining())

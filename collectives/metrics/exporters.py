@@ -37,6 +37,7 @@ class JsonLines:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.target = os.path.abspath(path)
+        # Appended without a buffer: each write adds whole lines at the end of the file, also if several ranks write to it.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115  (close() closes it)
 
     def write(self, points: Sequence[Point]) -> None:

@@ -263,6 +263,7 @@ class Sampler:
     def _sample(self, sources: list[Source]) -> None:
         now = time.monotonic_ns()
         values: Values = []
+        # A copy, as a source that fails is removed.
         for source in list(sources):
             try:
                 values += source.sample()

@@ -131,6 +131,7 @@ class DirectoryBackend:
                 refused = refused or error
         if not found and refused is not None and len(self._places) == 1:
             raise refused
+        # By the time of writing: rank 0 and this rank can prefer different places, and an older job's file can be in another one.
         return max(found)[1] if found else None
 
     def _look_in(self, directory: Path) -> list[tuple[int, bytes]]:
@@ -232,6 +233,7 @@ class TcpStoreBackend:
 
         limit = timedelta(seconds=max(1.0, deadline.remaining() or 0.0))
         try:
+            # With multi_tenant another store of this process, that of `init_process_group()`, can use the same port.
             return dist.TCPStore(  # type: ignore[attr-defined]  # torch imports it without exporting it
                 self._host, self._port, None, serve, limit, wait_for_workers=False, multi_tenant=True
             )
@@ -332,6 +334,7 @@ class MpiBackend:
     def publish(self, data: bytes) -> None:
         import numpy as np
 
+        # Two broadcasts: the receivers have to allocate a buffer of the right length for the second one.
         self._complete(self._comm.Ibcast(np.array([len(data)], np.int64), 0))
         self._complete(self._comm.Ibcast(np.frombuffer(data, np.uint8).copy(), 0))
 
@@ -442,6 +445,7 @@ def mpi_version() -> str | None:
         library = ctypes.CDLL(spec.origin)
         text, length = ctypes.create_string_buffer(_ROOM), ctypes.c_int()
         library.MPI_Get_library_version(text, ctypes.byref(length))
+    # AttributeError: a library from before MPI 3 does not have this function.
     except (ImportError, RuntimeError, OSError, AttributeError):
         return None
     return text.value.decode(errors="replace")

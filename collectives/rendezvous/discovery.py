@@ -81,6 +81,7 @@ class CoordinatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             info = msgspec.json.decode(data, type=cls)
         except MALFORMED as error:
             raise StartError(f"Rank 0 has announced something that can't be read: {error}") from error
+        # Before anything of it is used: other processes that can write there could name a coordinator of their own.
         if secret and not hmac.compare_digest(info.seal.encode(), info._seal(secret).encode()):
             raise StartError(
                 "What is announced as the coordinator is not sealed with this rank's HVDLAB_TOKEN: rank 0 was given another "
@@ -242,6 +243,7 @@ class DiscoveredWorld:
             return
         world = engine.world_store()
         if self._launched.rank == 0:
+            # After the close: a rank that reads this can use the port of the rendezvous at once.
             world.set(_CLOSED, b"1")
             return
         # If the generation is over, a rank has died in the meantime; the user's next collective raises it.
@@ -259,6 +261,7 @@ class DiscoveredWorld:
         self._backend.withdraw()
         self._backend.close()
         if self._keeper is not None:
+            # First: a keeper that still watches would take the end of the released coordinator for a death, and start a successor.
             self._keeper.close()
         if self.coordinator is not None:
             self.coordinator.release()

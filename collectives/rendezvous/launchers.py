@@ -284,6 +284,7 @@ def _starter(variable: str) -> str:
             break
         name, parent, started = status
         if name in _PROGRAMS or not _has(pid, variable):
+            # With the time of its start: the number of a process that has ended is given to another one.
             return f"{pid} {started} {boot_id()}"
         pid = parent
     return f"{os.getppid()} {boot_id()}"

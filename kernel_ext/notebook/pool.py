@@ -383,6 +383,7 @@ class Pool:
         for rank, answer in self._ask(Status, AskStatus, asked).items():
             if answer.cell != (cell := abandoned[rank][0]):
                 self._runs.no_longer_abandoned(rank, cell)
+        # Read again: the answers have taken out the ranks that have left their cells.
         return {rank: label for rank, (_, label) in self._runs.abandoned.items()}
 
     # -- variables ------------------------------------------------------------------------------------------------

@@ -433,6 +433,7 @@ class PromptDesk:
             self._refusal = NO_STDIN
         finally:
             with self._lock:
+                # Under the lock, in which `cancel_current` sends its signal: none is sent for this question after this.
                 self._asking = None
         now = time.monotonic()
         if self._refusal:
@@ -473,6 +474,7 @@ class PromptDesk:
         previous = {one: signal.signal(one, on_signal) for one in (signal.SIGINT, SIGNAL)}
         try:
             try:
+                # In this order: a withdrawal before this line has left its mark for the next, and the signal of a later one raises.
                 self._open = True
                 if self._withdrawn:
                     raise _Withdrawn

@@ -104,6 +104,7 @@ class CellInterrupts:
         """Interrupt at the cell's time limit, and in the end give up without another interrupt by the user."""
         self._give_up_at = now + AFTER_TIMEOUT
         effects = self.stop(running, now)
+        # From this interrupt on, also if an earlier one is under way, whose times `stop` leaves as they are.
         self._ask_at, self._name_at = now + PATIENCE - ASK_BEFORE, now + PATIENCE
         return effects
 
@@ -271,6 +272,7 @@ class CellState:
         self._done[event.rank] = event.done
         self._stalls.rank_ended(event.rank, now)
         error = event.done.error
+        # Ranks that were interrupted fail because of that, which is no reason to interrupt the others once more.
         if error is not None and self._grace_at is None and not self._interrupts.stopped:
             self._grace_at = now + GRACE
             self._failure = f"rank {event.rank} failed with {one_line(error)}"
@@ -303,10 +305,12 @@ class CellState:
         participants, ranks = self._participants, [r for r in event.ranks if r not in self.running]
         if participants is None or not ranks:
             return []
+        # First: one of these may take the number of a rank that has died, whose death is reported before the record is dropped.
         said = self._announce()
         self.running.update(ranks)
         self.ranks = tuple(sorted({*self.ranks, *ranks}))
         for rank in ranks:
+            # It is a new process, whose bytes count from zero.
             self._acked[rank] = 0
             self._done.pop(rank, None)
             self._deaths.pop(rank, None)
@@ -363,6 +367,7 @@ class CellState:
     @_on.register
     def _time(self, event: DeadlineReached, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        # Before the limits: it ends the grace period, which would interrupt the same ranks a second time in this tick.
         if self._interrupt_at is not None and now >= self._interrupt_at:
             effects += self._interrupt_ranks(now)
         if self._asking_since is None:

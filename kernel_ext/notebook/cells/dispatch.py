@@ -385,6 +385,7 @@ class CellDispatcher:
         try:
             with self._order:
                 self._send(run)
+        # KeyboardInterrupt included: the cell is among the runs since `_begin`, and nothing else would take it out again.
         except BaseException:
             self.finish(cell, None)
             raise
@@ -413,6 +414,7 @@ class CellDispatcher:
             leaving: Ranks that leave at the next commit.
         """
         elastic = Bounds(order.at_least, order.at_most) if order is not None else None
+        # Before the run is made: its state machine gets the newcomers as they are at that moment.
         if joined:
             self._newcomers.join(cell, joined)
         order = msgspec.structs.replace(order, joins=False) if order is not None else RunCell(cell, label, "")
@@ -438,6 +440,7 @@ class CellDispatcher:
         sink: OutputSink,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
+        # The handle is looked up only when an event comes: it needs the link, which needs this watch.
         watch = self.stack_probe.watch(lambda event: handle.post(event))
         link = _DispatchedLink(self, cell, arrivals, watch)
         handle = CellHandle(
@@ -489,6 +492,7 @@ class CellDispatcher:
                     return False
                 # finish() removes the cell under the same lock, so newcomers learn of its end after this.
                 self._newcomers.join(cell, ranks)
+                # Both under one lock: no mail of these ranks is accepted before the handle expects them.
                 with run.lock:
                     run.arrivals.add_ranks(ranks)
                     run.handle.join(ranks)
@@ -637,6 +641,8 @@ class CellDispatcher:
             self._interrupt_again(runs)
             for rank in ranks:
                 self._ask_again(rank)
+            # Last: a cell that is begun meanwhile waits for `_order`, and its own thread sends it then. If it was sent above as
+            # well, the ranks ignore the second order. If the new connection is lost in here, the next `resync` sends everything.
             self._connected = True
         self.requests.resend_pending()
 
@@ -742,6 +748,7 @@ class CellDispatcher:
         if results is not None and not results.ok:
             self.first_to_fail = _first_to_fail(results)
         if run is not None:
+            # After the cell was taken out of the runs: `notice` posts to it no more, so no line comes behind these.
             notices = run.handle.take_undelivered_notices()
             with self._lock:
                 self._notices += notices
@@ -805,6 +812,7 @@ class CellDispatcher:
                     # The interrupt was for this cell: `_interrupt_again` must not hit the next one.
                     self._interrupted.pop(rank, None)
                 run.handle.post(event)
+        # Without the run's lock: `_ask_again` takes the dispatcher's, and `join` takes that one first and then the run's.
         if verdict is MessageFate.ASK:
             with contextlib.suppress(CoordinatorLostError):
                 self._ask_again(rank)

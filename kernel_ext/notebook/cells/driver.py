@@ -192,6 +192,7 @@ class CellHandle:
     def _drive(self, until: float | None = None) -> None:
         self._tick(time.monotonic())  # a sink may want to show something though nothing happens
         while not self._ended.is_set():
+            # A sink that has asked to be called again has something left to show.
             if self._run.finished and self._sink_at is None:
                 self._finish()
             elif (question := self._desk.next_prompt(time.monotonic())) is not None:
@@ -207,6 +208,7 @@ class CellHandle:
         if event is not None:
             self._take(event, now)
         # A None that only wakes may be left over from a wait that ended by itself: the events are behind it.
+        # Before the time limit is looked at: an end that is in the queue already came in time.
         taken = self._drain(now)
         late = self._run.deadline is not None and now >= self._run.deadline
         if late:
@@ -224,6 +226,8 @@ class CellHandle:
     def _drain(self, now: float) -> bool:
         """Handle the events that have queued up meanwhile, so that a burst is written in few pieces. Returns whether there were any."""
         taken = False
+        # Never to the end of the queue: ranks that write without a pause would keep it full, and neither the time limit nor
+        # the sink's clock would get a turn.
         for _ in range(_BATCH):
             try:
                 event = self._events.get_nowait()

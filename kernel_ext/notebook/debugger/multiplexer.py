@@ -737,6 +737,7 @@ class Multiplexer:
             else:
                 take = _taker(self, key, rank)
                 effects += self._ask(rank, version["command"], version.get("arguments") or {}, take)
+        # Without anyone to ask, no answer would finish the request.
         return effects if asked else self._expired(Expired(key))
 
     def _answered(self, key: int, rank: int, reply: Json) -> list[Effect]:
@@ -753,6 +754,7 @@ class Multiplexer:
     def _answered_by(self, rank: int, reply: Json) -> list[Effect]:
         """Handle that a rank is ready, or gone: ``attach``, which waits for ranks and not for answers, waits for it no more."""
         effects: list[Effect] = []
+        # A copy: `_answered` takes a finished request out of the table.
         for key, gathering in list(self._open.items()):
             if gathering.request.get("command") == "attach":
                 effects += self._answered(key, rank, reply)

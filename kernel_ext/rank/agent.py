@@ -168,6 +168,7 @@ class RankAgent:
         self._engine.on_leave(self._on_leave)
         self._engine.on_mail(DEBUG, self._debug.on_mail)
         self._engine.on_mail(COMM, lambda sender, body: self._call_soon(lambda: self._on_comm(body)))
+        # Last: from here on the control thread hands in cells, which need all of the above.
         self._engine.on_mail(TO_RANK, self._on_mail)
 
     def close(self) -> None:
@@ -307,6 +308,7 @@ class RankAgent:
         for discarded in cell.discards:
             self._discard(discarded)
         if self._capture.sent.register(cell.cell, cell.label, cell if cell.at_least else None):
+            # Before the cell is queued: the main thread may begin it at once, and counts it down then.
             self._gate.expect()
             self._enqueue(cell)
 
@@ -397,6 +399,7 @@ class RankAgent:
     async def _work(self) -> None:
         while True:
             await self._arrived.wait()
+            # Before the queue is looked at: a job that is queued after the look sets the event again.
             self._arrived.clear()
             while self._jobs and not self._leaving:
                 job = self._job = self._jobs.popleft()
@@ -454,6 +457,7 @@ class RankAgent:
         if self._outgoing.is_released(request.ticket):
             return
         answer, parts = values.pull(self._shell, request)
+        # Once more: the pool may have released the transfer while the value was put together.
         if self._outgoing.is_released(request.ticket):
             return
         if parts:
@@ -494,6 +498,7 @@ class RankAgent:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
             snapshot.take(self._shell)
+        # Before the mail: if that is lost with a coordinator, `_resend` repeats it for this cell.
         self._entered = self._cell
         self._reply(JoinedCell(self._cell))
 

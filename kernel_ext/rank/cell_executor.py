@@ -117,6 +117,7 @@ class CellExecutor:
             if enter is not None:
                 self._guarded(lambda: self._unless_interrupted(enter))
             result = await self._run_in_shell(request)
+            # The cell has forked and this is the child, which would otherwise go on as a second rank.
             if os.getpid() != run.pid:
                 end_child(None)
             self._debug.cell_ended()
@@ -124,6 +125,7 @@ class CellExecutor:
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a failing IPython extension must not end the rank
             self._failed(error)
         finally:
+            # Again, since an exception may have skipped the call above.
             self._debug.cell_ended()
             stop_tracing()
             self._prompting.cell_ended()
@@ -196,6 +198,7 @@ class CellExecutor:
                 result.error_in_exec = error
             return True
         finally:
+            # First: from here on an interrupt is kept for the next statement instead of being raised in this block.
             gate.unguard()
             self._inside = False
             sys.excepthook = hook
@@ -271,6 +274,7 @@ class CellExecutor:
         elif value is not None and run.request.want_value:
             limit = run.request.value_limit
             try:
+                # Pickling runs the user's code, which may take for ever: an interrupt has to be able to end it.
                 dumped = self._guarded(lambda: dump_result(value, limit))
             except KeyboardInterrupt:
                 dumped = DumpedValue(None, "interrupted while it was pickled")

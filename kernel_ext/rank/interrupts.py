@@ -129,6 +129,8 @@ class InterruptDelivery:
                     self._changed.wait()
                     continue
                 self._changed.wait(delay)
+                # Once more after the wait, in which the handler may have run or the cell ended; and under the lock, since the cell
+                # must not end between the look and the signal.
                 sent = self._under_way()
                 if sent:
                     signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
@@ -151,8 +153,11 @@ class InterruptDelivery:
         with self._changed:
             self._closed, self._running = True, False
             self._changed.notify_all()
+        # Without the lock, which that thread needs to see that it has to end; and before the handlers are given back, so that
+        # the last signal that it sends finds ours.
         self._insist.join()
         for number, previous in self._previous.items():
+            # The user's code may have installed a handler of its own since, which stays.
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, previous)
         if self._hook is not None and sys.unraisablehook is self._hook:
@@ -183,11 +188,14 @@ class InterruptDelivery:
             self.pending = self._early > 0
             self._early = max(0, self._early - 1)
             self._awaited = max(0, self._awaited - 1)
+            # Last: the handler runs between any two of these lines, and does not take the lock. If it took the cell for a running
+            # one any sooner, the interrupt that it leaves in `pending` would be overwritten above.
             self._running = True
 
     def end(self) -> None:
         """End the cell: interrupts that arrive from now on are dropped."""
         with self._lock:
+            # In this order: the handler may run between the two lines, and for a running cell it would set `pending` again.
             self._running = False
             self.pending = False
         # A debugger keeps SIGINT when it lets the cell go on; between cells it would trace the rank's own loop from then on.
@@ -222,8 +230,10 @@ class InterruptDelivery:
             except StopIteration as stop:
                 return stop.value
             self._suspended, self.suspended_in = asyncio.current_task(self._loop), coro
+            # After `_suspended` is set: from then on the handler wakes the cell itself, and an interrupt before that is in `pending`.
             if self.pending:
                 self.pending = False
+                # With the cell's number: when the loop gets to it, the next cell may be suspended in place of this one.
                 self._loop.call_soon(self._cancel, self._run)
             try:
                 step, value = coro.send, (yield waited_for)
@@ -235,6 +245,7 @@ class InterruptDelivery:
             except BaseException as error:  # noqa: BLE001  # whatever the awaited raised belongs to the coroutine
                 step, value = coro.throw, error
             finally:
+                # Before the coroutine goes on: while it runs, an interrupt is raised in it, and must not cancel its next wait.
                 self._suspended = self.suspended_in = None
 
     def _translated(self, error: asyncio.CancelledError) -> BaseException:
@@ -243,6 +254,7 @@ class InterruptDelivery:
             return error
         self._cancelled = False
         if task is not None:
+            # The request ends as a KeyboardInterrupt: `Task.cancelling()` would otherwise go on to count it.
             task.uncancel()
         return KeyboardInterrupt()
 
@@ -255,6 +267,7 @@ class InterruptDelivery:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if frame is not None and (frame.f_code is _HOOK or _is_on_stack(frame, [_REPEAT])):
             return  # raised in our hook it would be lost as well; _send_again() repeats what was requested
+        # Without the lock: this thread may hold it, stopped by the signal in the middle of `begin` or `end`.
         if number == INTERRUPT_SIGNAL:
             requested, self._requested = self._requested, None
             if requested != self._run:
@@ -270,6 +283,7 @@ class InterruptDelivery:
             self._raised = id(interrupt)
             raise interrupt
         if self._suspended is not None:
+            # On the loop's own thread, yet `call_soon` would not do: the loop may be asleep in its selector, and has to wake up.
             self._loop.call_soon_threadsafe(self._cancel, self._run)
         else:
             self.pending = True
@@ -278,6 +292,7 @@ class InterruptDelivery:
         now = time.monotonic()
         if (self._held_since and now > self._held_since + HELD_AT_MOST) or not must_return(frame):
             return False
+        # The first time counts: each repetition of the interrupt would otherwise begin the limit again.
         self._held_since = self._held_since or now
         return True
 

@@ -136,6 +136,7 @@ class OutputQueue:
         self._wake()
         self._thread.join()
         with self._lock:
+            # Under the lock that `_wake` takes: a writer would otherwise write to the file that gets this number next.
             os.close(self._wake_fd)
             self._wake_fd = -1
             unsent, self._unsent = self._unsent, None
@@ -239,6 +240,7 @@ class OutputQueue:
         if self._fds is not None:
             self._drain_fds()
         with self._sending:
+            # Once more: entries are sent as those of the cell that is current then, and other threads have perhaps queued some since.
             self._send_queued()
 
     # -- writing ------------------------------------------------------------------------------------------------------
@@ -377,10 +379,12 @@ class OutputQueue:
         # Not those that come meanwhile: a writer that goes on is ahead by a few bytes each time, and each time they would be a message.
         with self._lock:
             left = len(self._entries)
+            # Together with the count: all that is queued from here on wakes the thread that sends again.
             self._woken = self._urgent = False
         while left:
             taken: list[_Entry] = []
             size, cell = 0, self._cell
+            # Shows after an interrupt whether the log has got the entries: they must be neither lost nor sent twice.
             before = self.sent.total(cell)
             try:
                 with self._lock:
@@ -522,6 +526,8 @@ class OutputQueue:
                     due, queued = monotonic() + INTERVAL, False
                 for key, _ in selector.select(due - now if queued else None):
                     if key.fd == self._wake_fd:
+                        # Before the next look at the queue: a wake-up that comes after the read is for entries that this look may miss, and it
+                        # makes the descriptor readable again.
                         os.eventfd_read(self._wake_fd)
                     elif self._attendance.owns(key.fd):
                         self._attendance.on_exit(selector, self._owner_exited)

@@ -61,6 +61,7 @@ class _Waiting:
     def end(self, reply: PromptReply) -> None:
         if self.reply is None:
             self.reply = reply
+            # After the reply is there: the thread that this wakes reads it.
             self.ended.set()
 
 
@@ -125,6 +126,7 @@ class RankStdin:
             raise StdinNotImplementedError(NO_NOTEBOOK.format(what=what))
         sys.stdout.flush()
         sys.stderr.flush()
+        # The output before the question reaches the notebook before it.
         self._flush()
         request = PromptRequest(self._cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[request.number] = _Waiting(request)
@@ -178,6 +180,7 @@ class RankStdin:
         of its own.
         """
         self._interrupted_cell = self._cell
+        # A copy: threads that ask add and remove their questions meanwhile.
         for number, waiting in tuple(self._waiting.items()):
             if not waiting.on_main:
                 waiting.end(PromptReply(number, "", INTERRUPTED))

@@ -279,6 +279,7 @@ def read(area: int) -> CrashRemains | None:
         with memoryview(found)[:HEADER] as header, header.cast("q") as view:
             numbers: list[int] = view[:_NUMBERS].tolist()
         head, taken, capacity, length, landed_stream, next_at = numbers[:_NOW]
+        # The process may have been killed after its store to the head and before it had copied the second copies back.
         beside = numbers[_NEXT:] if head >= next_at else numbers[_NOW:_NEXT]
         ahead = beside[_AHEAD]
         sound = 0 < length <= _LONGEST_NAME and 0 < capacity <= LARGEST and 0 <= head - ahead <= _MOST

@@ -142,6 +142,7 @@ def _contents(pipe: int) -> Iterator[bytes]:
 def _reopen(pid: int, descriptor: int) -> int:
     """Return another process's reading end of a pipe; -1 if it can't be had."""
     try:
+        # The child keeps the reading ends open, so that they are still there when the fork server that made them is not.
         return os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return -1
@@ -465,6 +466,7 @@ def _set_up(role: Role, program: ForkedProgram) -> None:
     order = role.order
     os.setsid()  # Ctrl-C in the notebook's terminal must reach the pool alone, which passes it on
     if order.number == CONTROLLER:
+        # Only the controller: ranks outlive the fork server, whose successor adopts them.
         die_with_parent(role.parent)
     _connect_standard_descriptors(role)
     depend_on(role.lifeline)

@@ -173,6 +173,7 @@ class ForkServer:
                     self._listener, self._on_lost = listener, on_lost
                     lost = self._lost
                     break
+            # Without the lock: the reading thread goes on meanwhile, and keeps newer messages for the next turn of this loop.
             for message in early:
                 listener(message)
         if lost is not None:
@@ -226,6 +227,7 @@ class ForkServer:
         """
         with self._lock:
             self._kept = None
+            # After `_kept` is cleared: the wait would otherwise end with the answer to an earlier order.
             self.send(Keep(path))
             self._changed.wait_for(lambda: self._kept, deadline.remaining())
             why = self._why_not_kept()
@@ -295,6 +297,7 @@ class ForkServer:
             if not self._handle.has_ended(grace + timeout):
                 self._handle.kill()
                 self._handle.has_ended(None)
+        # Before they lose their lifeline: no descriptor can be had of a process that has ended.
         self._orphans.watch(self._journal.children.values())
         if self._lost is not None:
             self._orphans.terminate(grace)
@@ -419,6 +422,7 @@ class ForkServer:
             # First: the end of a child that ends before it is watched stays unknown.
             self._orphans.watch(self._journal.children.values())
             ended = self._journal.died()
+            # Before `_loaded` is cleared: only a fork server that did not get through its imports counts as a failure.
             self._failures += self._loaded is None
             self._loaded = self._kept = None
             self._note_end(reason)
@@ -464,6 +468,7 @@ class Journal:
         match message:
             case Fork(number):
                 self._orders[number], self._tries[number] = message, 0
+            # Only signals that may come twice: the fork server may have sent it before it died.
             case Signal(number, wanted) if number in self.children and wanted in (
                 signal.SIGTERM,
                 signal.SIGKILL,
@@ -524,6 +529,7 @@ class Journal:
         """Return the first messages to the successor."""
         settings = [message for message in (self._keep, self._guard) if message is not None]
         adopt = Adopt(tuple(self.children.values()))
+        # The children first: the signals name them by number, which the successor has to know by then.
         return [adopt, *settings, *self._orders.values(), *self._ends.values()]
 
 

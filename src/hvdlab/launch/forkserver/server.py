@@ -114,6 +114,7 @@ class ServerShell:
         beside.start()
         loaded = imports()
         self._training.extend(self._program.for_training())
+        # The flag before the byte: the other thread looks at the flag after the byte has woken it.
         self._importing = False
         os.write(self._wakeup_write, b"\0")
         beside.join()
@@ -174,6 +175,7 @@ class ServerShell:
         self._watch_backlog()
         ready = self._selector.select(self._timeout())
         if not ready and not self._importing and (waiting := self._later or self._training):
+            # One module, and only when nothing else is to be done: a fork must not wait for more than one import.
             load_later(waiting.popleft())
             return []
         events: list[Event] = []
@@ -231,6 +233,7 @@ class ServerShell:
             return self._pool_lost()
 
     def _pool_lost(self) -> list[Event]:
+        # The connection and each of the signs report the same loss, perhaps in one round of the selector. It is handled once.
         if self._link.endpoint.closed:
             return []
         for source in (self._link.endpoint, *self._link.signs):
@@ -359,8 +362,10 @@ class ServerShell:
 
     def _forget(self) -> None:
         """Close the parent's descriptors in a child, without notice to the other sides, and handle signals as usual."""
+        # First: the pipe is shared with the parent, which the child's signals would wake.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # Nothing is unregistered: the child shares the epoll object, so that would end the parent's watch.
         self._selector.close()
         self._link.forget()
         if self._listener is not None:
@@ -444,6 +449,7 @@ class DetachedSupervisor:
             ranks: How many ranks a successor has to wait for.
         """
         pid = server_of(self._directory, ANSWER_WITHIN)
+        # Without an answer the newest number is unknown: the notebook may have started coordinators since the last one.
         if not self._learn() and self._launch is not None:
             self._launch = msgspec.structs.replace(
                 self._launch, incarnation=self._launch.incarnation + UNKNOWN
@@ -628,6 +634,7 @@ def _clear(path: str) -> None:
     """Remove the socket of a process that has ended without doing so."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, contextlib.suppress(FileNotFoundError):
         try:
+            # Only a socket that nothing listens at refuses. One that accepts is in use: it stays, and the caller's bind() fails.
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)

@@ -310,12 +310,15 @@ class ForkServerState:
     def _forked(self, event: ForkReturned) -> list[Effect]:
         if event.child is None:
             return [SendToPool(ForkFailed(event.number, event.error))]
+        # No stop can have come since the order: the shell handles answers before all other events. So this child gets SIGTERM
+        # like the others.
         self._add(event.child)
         return [SendToPool(event.child)]
 
     def _adopt(self, children: tuple[Forked, ...]) -> list[Effect]:
         for child in children:
             self._add(child)
+        # The SIGTERM of `_stop` went to the children of that moment only.
         kill: list[Effect] = [Kill(child.pid, signal.SIGTERM) for child in children if self._stopping]
         return [*(WatchProcess(child) for child in children), *kill]
 

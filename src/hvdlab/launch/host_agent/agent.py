@@ -98,6 +98,7 @@ class ForkedRanks:
     def reports(self) -> Iterator[wire.AgentMessage]:
         """Yield the fork server's reports since the last call."""
         with contextlib.suppress(BlockingIOError):
+            # The bytes before the reports: one that is appended after the loop has a byte of its own, which wakes the agent again.
             os.read(self.descriptor, 4096)
         while self._reports:
             yield self._reports.popleft()
@@ -388,6 +389,7 @@ class Agent:
         if answers is not None and not ended:
             return
         self._selector_drop(zygote.descriptor)
+        # Before its ranks are started: `_start_rank` would order them from the zygote again.
         self._zygote = None
         why = zygote.why_ended()
         print(f"hvdlab: ranks start without preloaded modules: their process ended, {why}", file=sys.stderr)

@@ -183,6 +183,7 @@ class JobRun:
     def _start(self, ranks: Sequence[int]) -> None:
         assert self._starter is not None
         self._running.update(ranks)
+        # After the ranks count as running: their ends may be reported at once, on another thread, and are dropped for all others.
         self._starter.start(ranks, self._job.size)
 
     def _ask(self, source: HostSource) -> HostAsker:
@@ -200,6 +201,7 @@ class JobRun:
                 self._hosts[rank] = host
             self._running.update(ranks)
             try:
+                # As in `_start`, after the ranks count as running.
                 self._starter.start_on(host, ranks, len(self._supervisor.living))
             except (StartError, InvalidRequestError) as error:
                 self._running.difference_update(ranks)
@@ -225,6 +227,7 @@ class JobRun:
         rank = event.rank
         if isinstance(event, Started):
             self._hosts[rank] = event.host
+            # Before the loop learns of it: the report of the rank's death to the coordinator names the process by this.
             self._news.last_pid[rank] = event.pid
             self._news.post(e.Spawned(rank, event.pid))
         elif rank in self._running:
@@ -401,6 +404,7 @@ class CoordinatorSupervisor:
 
     def _replace(self, reason: str) -> None:
         with self._one_at_a_time:
+            # Only now: the recovery that held the lock may have connected it again.
             if self._client.closed and not self._closing:
                 self._recover(reason)
 
@@ -505,9 +509,11 @@ class EventQueue:
     def take(self) -> Iterator[QueuedEvent]:
         """Yield the events that have arrived, in the order in which they were posted."""
         with contextlib.suppress(BlockingIOError):
+            # The bytes before the events: one that is queued after the loop has a byte of its own, which wakes the reader again.
             os.read(self.descriptor, 4096)
         while self._queue:
             posted = self._queue.popleft()
+            # The bytes count as held until the loop has handled them and comes back here.
             yield posted
             if isinstance(posted, OutputReceived):
                 with self._room:
@@ -543,6 +549,7 @@ class EventQueue:
         # One that waits until elastic training lets it in has not joined yet, nor has one that goes back to its last commit before that.
         out = self._back.union(membership.waiting)
         now = {rank: pid for rank, pid in members.items() if rank not in out}
+        # Ends before beginnings: a rank whose process was replaced has both, and ends up as connected.
         for rank, pid in self._members.items():
             if now.get(rank) != pid:
                 reasons = [
@@ -553,6 +560,7 @@ class EventQueue:
             if self._members.get(rank) != pid:
                 self.post(e.Connected(rank))
         self._members = now
+        # After its ranks have joined: this event sets a time limit for the ranks that have not.
         if membership.formed and not self._formed:
             self._formed = True
             self.post(e.Formed())

@@ -54,6 +54,7 @@ def origin_of(rank: int, culprits: Mapping[int, Sequence[int]]) -> int:
         culprits: For each rank that failed the ranks that it blames, which need not have failed.
     """
     seen = {rank}
+    # Without `seen` two ranks that blame each other would keep this loop going for ever.
     while guilty := [r for r in culprits.get(rank, ()) if r in culprits and r not in seen]:
         rank = guilty[0]
         seen.add(rank)
@@ -271,7 +272,9 @@ class Supervisor:
                 self._start_by = None if text else now + self.policy.start_timeout
             case e.JobTick():
                 self._tick(now)
+        # After every event: it may have been the end, or the loss, of the last rank that a report blames.
         self._settle(now)
+        # After `_settle`: no job finishes while it is SETTLING, so if this event has settled it, it must be ENDING by now.
         self._maybe_finish()
         return self._effects
 
@@ -329,8 +332,10 @@ class Supervisor:
         if state.outcome is not None:
             return
         state.outcome = outcome
+        # If its connection was lost before, its part in the job ended then: `_with_finished` compares spans of connections.
         if state.left_at is None:
             state.left_at = self._events
+        # Only now, since the end is recorded in any case: `living`, and so the end of the job, depend on it.
         if self.phase is JobPhase.ENDING:
             return
         if self._start_by is not None and all(self.ranks[expected].pid for expected in self.expected):
@@ -467,6 +472,7 @@ class Supervisor:
 
     def _put_aside(self, host: str, reason: str, *, hangs: bool = False) -> None:
         """Use a host no more until the table of hosts allows it."""
+        # At once, not only when the table of hosts answers: the `_grow` of this very event would start ranks there again.
         usable = {name: slots for name, slots in self._hosts.usable.items() if name != host}
         self._hosts = e.Hosts(usable, self._hosts.aside | {host})
         self._effects.append(e.HostUnusable(host, reason, hangs))
@@ -531,6 +537,7 @@ class Supervisor:
         plan = changes(self._hosts.usable, self._hosts.aside, placed, leaving, least, growth.most)
         if plan.start:
             self._start_on(plan.start, now)
+        # After the first start: a rank that `_start_on` starts later counts as restarted, and those of the beginning must not.
         self._begun = True
         if plan.release:
             for rank in plan.release:
@@ -555,6 +562,7 @@ class Supervisor:
 
     def _start_on(self, hosts: dict[int, str], now: float) -> None:
         for rank, host in sorted(hosts.items()):
+            # `releasing` keeps the good outcome of these records from counting as an end of the program (`_has_finished`).
             while len(self.ranks) <= rank:
                 self.ranks.append(
                     SupervisedRank(outcome=ExitStatus(0), releasing=True)
@@ -603,6 +611,7 @@ class Supervisor:
         due = [
             rank for rank in self.living if (by := self.ranks[rank].init_deadline) is not None and now >= by
         ]
+        # Also for those that leave: `deadline` would otherwise stay in the past, and the launcher would tick without a pause.
         for rank in due:
             self.ranks[rank].init_deadline = None
         late = [rank for rank in due if not self.ranks[rank].releasing]  # those that leave are ended anyway
@@ -620,6 +629,7 @@ class Supervisor:
         signals: dict[int, list[int]] = {}
         for rank in due:
             state = self.ranks[rank]
+            # Also if the rank has joined, since a time in the past would make each tick due at once.
             state.release_deadline = None
             if not state.joined:
                 signals.setdefault(signal.SIGKILL if state.ended else signal.SIGTERM, []).append(rank)
@@ -735,6 +745,7 @@ class Supervisor:
     def _kill_failed(self, rank: int) -> None:
         """Have the process of a rank end whose program has failed: an elastic job goes on without it."""
         state = self.ranks[rank]
+        # The process lives until it is reaped: with its old time the next tick would be due at once, and report it again.
         state.deadline = None
         error = state.report.error if state.report is not None else ""
         text = f"rank {rank} has failed ({error}) and did not end within {self.policy.hang:g} s; killing it"
@@ -798,6 +809,7 @@ class Supervisor:
         return tuple(r for r, outcome in outcomes if outcome is not None and outcome.ok)
 
     def _abandon(self, text: str, code: int, now: float) -> None:
+        # A job that is ending already keeps its first reason and its exit code.
         if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
             self._effects.append(e.Say(text))
             self._end(code, now)
@@ -874,6 +886,7 @@ def changes(
     ]
     spare = max(0, len(staying) - least)
     release = tuple(sorted(sorted(surplus, reverse=True)[:spare]))
+    # With the ranks that leave: until their processes have ended they occupy their slots, and their numbers are not free.
     taken, start = Counter(placed.values()), dict[int, str]()
     room = most - (len(staying) - len(release))
     number = 0

@@ -92,6 +92,7 @@ class StoreState:
         # Sent again after a reconnection: one answer is enough.
         if (sender, request) in self._waiting:
             return []
+        # Before the space is looked up, which would make a former one again.
         if request.space in self._former:
             return [(sender, KeeperAnswer(request.number, gone=True))]
         if request.operation == "open":
@@ -103,6 +104,7 @@ class StoreState:
                 return []
             found = []
         found.append((sender, self._answer(request)))
+        # After the request itself, whose values may be those that others wait for.
         found += self._freed(request.space)
         for rank, answer in found:
             answers = self._answered.setdefault(rank, OrderedDict())
@@ -116,6 +118,7 @@ class StoreState:
         self._former |= dict.fromkeys(each for each in self._spaces if each != space)
         while len(self._former) > _FORMER:
             del self._former[next(iter(self._former))]
+        # With the values that other ranks have set in it already: they may ask before the keeper has opened it.
         self._spaces = {space: self._spaces.get(space, {})}
         gone = [
             (rank, KeeperAnswer(request.number, gone=True))
@@ -221,6 +224,7 @@ class StoreLink:
             self._number += 1
             number = self._number
             request = KeeperRequest(number, space, operation, **what)
+            # Before the request is sent: an answer to a number that is not in here is dropped.
             self._asked[number] = keeper, request
         deadline = Deadline(seconds)
         answer: KeeperAnswer | None = None
@@ -239,6 +243,7 @@ class StoreLink:
         finally:
             with self._changed:
                 self._asked.pop(number, None)
+                # The answer may have come after an exception has ended the wait, and nothing else would remove it.
                 self._answers.pop(number, None)
             # The keeper would go on to hold the request of a wait that is over.
             if answer is None:

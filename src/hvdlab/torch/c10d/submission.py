@@ -230,6 +230,7 @@ class Calls:
         site = call_site(2)
         self.begin(work, submission, name or self.name_in_core, site, at_once=at_once)
         if name is None and work.handles:  # a collective, which all members call in one order
+            # After the submission: only the core knows in which generation of the world it has put the request.
             generation = work.handles[0].generation
             call = CallRecord(self.sequence, operation, site + part.about, self.world.steps.taken)
             self.world.histories.add(self.name_in_mail, generation, call)

@@ -181,6 +181,7 @@ class WatchedWork(dist.Work):
 
     def _end(self) -> None:
         self._over.set()
+        # After `_over` is set: `get_future` makes the future first and looks at `_over` then, so one of the two sees the other.
         if self._root is not None:
             futures_threads(os.getpid()).submit(self._end_future)
 

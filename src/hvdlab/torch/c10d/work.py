@@ -142,6 +142,7 @@ class HvdlabWork(dist.Work):
                         why = "" if self.explain is None else self.explain(error)
                         self._error = renamed(error, self.operation, why, self.about)
             with self._lock:
+                # Once more, under the lock: another thread may have delivered while this one waited for the core.
                 if not self._over and self._error is None:
                     if self._members:
                         self._source = self._members.index(results[0].source)
@@ -159,6 +160,7 @@ class HvdlabWork(dist.Work):
                 end = _profiling_thread(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
                 end.result()
         if self._error is not None:
+            # The same object is raised each time: with its last traceback it would keep the frames of that call alive.
             raise self._error.with_traceback(None)
 
     def is_ended(self) -> bool:
@@ -203,6 +205,7 @@ class HvdlabWork(dist.Work):
             self._root = torch.futures.Future()
             # A callback has to raise the error: C++ takes the exception of Future.set_exception for a value, on which DDP crashes.
             self._future = self._root.then(self._value)
+            # Before any hook is added: each counts this down, perhaps at once and on another thread.
             self._left = len(self.handles)
         self._engine.flush()  # submit() may have left the announcement to a wait that does not come now
         if self._on_future is not None:
@@ -237,6 +240,7 @@ class HvdlabWork(dist.Work):
         with self._lock:
             root, self._root = self._root, None
         if root is not None:
+            # Outside the lock: callbacks run in this call, and deliver the outputs under it.
             root.set_result(None)
 
 

@@ -300,6 +300,7 @@ class RankLifecycle:
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
         """Kill these ranks' processes and wait for their end; the ranks count as lost, and stay members of the pool."""
         with self._changed:
+            # Before the signal: the end of a process may be reported at once, on another thread.
             self._ending |= set(ranks) & set(self._members.living())
         self.kill(ranks)
         with self._changed:

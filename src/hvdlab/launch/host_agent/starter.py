@@ -355,6 +355,7 @@ class ExecStarter:
             if descriptor in selector.get_map():
                 selector.unregister(descriptor)
         with self._lock:
+            # Before the ends are reported: an observer that starts the ranks again at once must get another agent.
             del self._links[link.host]
             lost = [rank for rank, host in self._host_of.items() if host == link.host]
         link.close(0.0)

@@ -153,6 +153,7 @@ class C10dWorld:
         waiting = set(engine.ranks()) - {engine.rank}
         deadline = Deadline(engine.settings.start_timeout)
         with self._answered:
+            # Before the question is sent: answers to an earlier one don't count.
             self._answers.pop(ranks, None)
         engine.post(_ASK, _encoded(ranks), sorted(waiting))
         with self._answered:

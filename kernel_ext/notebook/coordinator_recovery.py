@@ -105,6 +105,7 @@ class CoordinatorRecovery:
 
     def close(self) -> None:
         """End the thread. Call it before the coordinator is closed."""
+        # Before the wake-up: the thread looks at the flag after each job.
         self._closing.set()
         self._jobs.put(None)
 

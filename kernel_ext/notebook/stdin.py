@@ -524,6 +524,7 @@ def drive_meanwhile(
     try:
         yield
     finally:
+        # Before the wake-up: the other thread looks at the flag after its step.
         over.set()
         wake()
         thread.join()

@@ -227,6 +227,7 @@ class OutgoingTransfers:
 
     def release(self, transfer_id: int) -> None:
         """Free this transfer, or refuse to start it if it has not begun."""
+        # Before the look: `offer` stores its transfer and looks at this then, so one of the two sees the other.
         self._released.append(transfer_id)
         if (transfer := self._transfers.get(transfer_id)) is not None:
             self._free(transfer_id, transfer)

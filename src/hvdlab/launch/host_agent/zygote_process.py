@@ -121,6 +121,7 @@ def _fork(sock: socket.socket, rank: int) -> bool:
             os._exit(1)  # the zygote has died; the agent starts this rank itself
         os.close(leave_to_live)
         return True
+    # Before the read, which would otherwise wait for ever if the process in the middle is killed before it writes.
     os.close(tell)
     pid, _, text = os.read(told, 1024).decode().partition(" ")
     os.waitpid(middle, 0)  # from now on the rank is the agent's child

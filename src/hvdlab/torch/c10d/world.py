@@ -364,6 +364,7 @@ def _start(
         except HvdlabError as error:
             store.set(key, CoordinatorInfo(size, error=str(error)).encode(given))
             raise
+        # After the card: a rank that gets the file's name from the store reads the file at once.
         store.set(key, CoordinatorInfo(size, host_key(), file=board.key).encode(given))
     except BaseException:  # torch's store may be gone, or the user interrupts: no rank will come for the card
         board.withdraw()

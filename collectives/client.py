@@ -729,8 +729,10 @@ def _shut_down_with(process: int) -> Iterator[Callable[[socket.socket], None] | 
             raise StartError("The coordinator has ended before it answered.")
 
     def watch() -> None:
-        ready, _, _ = select.select([ended, finish_reader], [], [])
-        if ended in ready:
+        events = select.poll()  # select() refuses descriptors from 1024 on
+        events.register(ended, select.POLLIN)
+        events.register(finish_reader, select.POLLIN)
+        if ended in dict(events.poll()):
             over.set()
             for sock in sockets[-1:]:
                 with contextlib.suppress(OSError):  # not connected yet, or closed again

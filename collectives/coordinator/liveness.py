@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 from typing import Protocol
 
 from hvdlab.collectives.coordinator.connections import Connection, Connections
@@ -99,8 +100,11 @@ class Liveness:
         if rank is None or connection is None or rank.pid != lost.pid:
             return
         # How the connection ended matters no more: the launcher knows better how the process did.
+        unread = select.poll()
+        unread.register(connection.endpoint.fileno(), select.POLLIN)
         with contextlib.suppress(ConnectionLost, ProtocolError):
-            while payloads := connection.endpoint.receive():
+            # A read can end within a large message: then it returns none, and its rest and the goodbye are still to be read.
+            while (payloads := connection.endpoint.receive()) or unread.poll(0):
                 events += [Received(rank.peer, connection.decode(payload)) for payload in payloads]
 
     def check(self, now: float, events: list[Event]) -> None:

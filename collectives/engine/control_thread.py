@@ -8,6 +8,7 @@ values of the coordinator's rendezvous store by :class:`EngineStore`.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import heapq
 import itertools
 import os
@@ -783,8 +784,10 @@ class SharedMemoryRetry:
     def retry_now(self) -> None:
         """Ask for new generations if enough descriptors are free now. Any thread; a request that comes too late names an ended generation."""
         if self._generations and _has_descriptors():
-            while self._generations:
-                self._send(m.Renew(*self._generations.popitem()))
+            # Not ``while self._generations``: the main thread and the control thread can come here at once, and one takes the last.
+            with contextlib.suppress(KeyError):
+                while True:
+                    self._send(m.Renew(*self._generations.popitem()))
 
     def _retry_later(self) -> None:
         if not self._scheduled:
@@ -856,7 +859,9 @@ class StoreWait:
     def end(self, value: bytes | None) -> None:
         if self._ended.locked():
             self.value = value
-            self._ended.release()
+            # The control thread ends it with an answer, and a user's thread with an abort: the second finds it released.
+            with contextlib.suppress(RuntimeError):
+                self._ended.release()
 
     def wait(self, timeout: float) -> bool:
         return self._ended.acquire(timeout=timeout)

@@ -115,7 +115,10 @@ class ClientRecovery:
         with contextlib.suppress(OSError):
             process = os.pidfd_open(self._coordinator.pid)
             try:
-                select.select([process], [], [], END_WITHIN)
+                # Not by select(), which refuses descriptors from 1024 on.
+                end = select.poll()
+                end.register(process, select.POLLIN)
+                end.poll(END_WITHIN * 1000)
             finally:
                 os.close(process)
         return self._coordinator.ending()

@@ -81,10 +81,13 @@ class Keeper:
         process = -1
         with contextlib.suppress(OSError):  # it was waited for already; or no descriptor is left
             process = os.pidfd_open(self._coordinator.pid)
-        watched, seconds = ([self._end, process], None) if process >= 0 else ([self._end], _POLL)
+        watched = select.poll()  # select() refuses descriptors from 1024 on
+        watched.register(self._end, select.POLLIN)
+        if process >= 0:
+            watched.register(process, select.POLLIN)
         try:
             while not self._coordinator.ending():
-                ready, _, _ = select.select(watched, [], [], seconds)
+                ready = dict(watched.poll(None if process >= 0 else _POLL * 1000))
                 # Read before the coordinator's end: a caller that closes both must not get a successor.
                 if self._end in ready:
                     return False

@@ -511,8 +511,10 @@ class CellDispatcher:
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
         for rank in run.handle.ranks if ranks is None else ranks:
             if reason := self._ranks.loss_reason(rank):  # it died after the caller had chosen it
-                run.arrivals.rank_died(rank)
-                run.handle.post(RankDied(rank, reason, time.monotonic_ns()))
+                # In one step, as for mail: output that is accepted before the death must not be posted behind it, where it is dropped.
+                with run.lock:
+                    run.arrivals.rank_died(rank)
+                    run.handle.post(RankDied(rank, reason, time.monotonic_ns()))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt the cells of these ranks; if the coordinator is lost, as soon as there is another. Any thread."""

@@ -26,7 +26,7 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
-from support.patience import PATIENCE
+from support.patience import GONE, PATIENCE
 from support.pool_probe import PoolProbe
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 HANG = 60.0
 """Seconds after which what has not ended counts as hanging."""
 
-SETTLE = 5.0
+SETTLE = GONE
 """Seconds that leftovers of a trial get to go."""
 
 TESTS = str(Path(__file__).parents[1])

@@ -13,6 +13,7 @@ import psutil
 from chaos import census
 from chaos.pieces import Pieces
 from chaos.strangers import visit
+from support.patience import PATIENCE
 from support.pool_probe import PoolProbe
 
 PARTS = {"coordinator": "collectives.coordinator", "warm": "hvd-forkserver", "controller": "hvd-controller"}
@@ -33,7 +34,7 @@ class Parts(Pieces):
         def line() -> tuple[float, str] | None:
             return next((told for told in list(self.sink.told) if not told[1].startswith("status:")), None)
 
-        census.settled(lambda: line() is None and not run.done, 5.0)
+        census.settled(lambda: line() is None and not run.done, PATIENCE)
         if (first := line()) is not None:
             self.told(at, first[0], first[1])
         if not run.done:

@@ -18,8 +18,9 @@ from hvdlab.widgets.pool_membership import membership_message
 from hvdlab.widgets.rank_tables import MembershipWidget, RanksWidget
 from hvdlab.widgets.recording_feed import rank_rows
 from hvdlab.widgets.timeline import TimelineWidget
+from support.patience import PATIENCE
 
-CATCHES_UP = 15.0
+CATCHES_UP = PATIENCE
 """Seconds that a view gets to show what the recording has."""
 
 

@@ -40,6 +40,8 @@ SCHEDULING_CREDIT = 4 * 1024 * 1024
 """Bytes of tensors with a priority that are ordered and not executed yet, at most (one that alone is larger is ordered nevertheless)."""
 HISTORY_BYTES = 64 * 1024 * 1024
 """Payload of the event history, in bytes: views that open later can show no more."""
+START_WITHIN = 30.0
+"""Seconds that a coordinator has to start: as many as ranks have. Its modules take a second, and a busy machine ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class CoordinatorProcess:
         tcp_host: str | None = None,
         linger: bool = False,
         keep: bool = False,
-        timeout: float = 10,
+        timeout: float = START_WITHIN,
         environ: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> CoordinatorProcess:
@@ -227,7 +229,7 @@ class CoordinatorProcess:
 
     @classmethod
     def succeed(
-        cls, launch: CoordinatorLaunch, listeners: Listeners, timeout: float = 10
+        cls, launch: CoordinatorLaunch, listeners: Listeners, timeout: float = START_WITHIN
     ) -> CoordinatorProcess:
         """Start the successor of a coordinator that another process had started, and that has ended.
 
@@ -274,7 +276,7 @@ class CoordinatorProcess:
         except ValueError:
             return f"killed by signal {-status}"
 
-    def respawn(self, timeout: float = 10, size: int | None = None) -> None:
+    def respawn(self, timeout: float = START_WITHIN, size: int | None = None) -> None:
         """Kill this coordinator, if it still runs, and start a successor on the same sockets, with the same tokens and certificate.
 
         Ranks and clients that have lost the connection find the successor at the same addresses. It knows only

@@ -15,6 +15,9 @@ import pytest
 PATIENCE = 60.0
 """Seconds that a test waits for what must come. They bound a hang, and say nothing about how soon it comes."""
 
+PROGRAM_PATIENCE = 4 * PATIENCE
+"""Seconds for programs of several processes, each of which imports frameworks, from their start to their end."""
+
 HOUR = 3600.0
 """Seconds of a timer that must not be what ends a wait."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hvdlab.torch as hvd
+from support.patience import PROGRAM_PATIENCE
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,7 +29,7 @@ def python(tmp_path: Path) -> Run:
             env={**environ, **variables},
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=PROGRAM_PATIENCE,
             check=False,
         )
         assert (ran.returncode != 0) == fails, ran.stdout + ran.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from support.patience import PROGRAM_PATIENCE
 
 pytest.importorskip("mpi4py")
 MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
@@ -65,7 +66,7 @@ def test_communicators(tmp_path: Path) -> None:
                 "-genv", "OMP_NUM_THREADS", "1",
                 sys.executable, str(script),
             ],
-            capture_output=True, text=True, timeout=100, check=False,
+            capture_output=True, text=True, timeout=PROGRAM_PATIENCE, check=False,
         )  # fmt: skip
     finally:
         coordinator.close()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import PROGRAM_PATIENCE
+
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "moving-from-horovod.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", PAGE.read_text(), flags=re.MULTILINE | re.DOTALL)
 PROGRAMS = [text for language, text in BLOCKS if language == "python"]
@@ -25,7 +27,13 @@ def run(command: list[str], directory: Path) -> subprocess.CompletedProcess[str]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     environ |= {"PATH": f"{BIN}{os.pathsep}{environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(
-        command, cwd=directory, env=environ, capture_output=True, text=True, timeout=100, check=False
+        command,
+        cwd=directory,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_PATIENCE,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran

@@ -18,6 +18,7 @@ from hvdlab.data import AsyncDataLoaderMixin
 from hvdlab.horovod.common.basics import HorovodBasics
 from hvdlab.horovod.common.exceptions import HorovodVersionMismatchError
 from support.page_scripts import load_script
+from support.patience import PROGRAM_PATIENCE
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "reference" / "horovod" / "table.py"
 
@@ -26,7 +27,11 @@ table = load_script(SCRIPT, "horovod_table")
 
 def test_the_table_is_what_the_code_says() -> None:
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, str(SCRIPT), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_PATIENCE,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr
 

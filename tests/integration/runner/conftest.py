@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from support.network.two_hosts import network, shell  # noqa: F401  (fixtures)
+from support.patience import PROGRAM_PATIENCE
 
-WITHIN = 60
+WITHIN = PROGRAM_PATIENCE
 """Seconds that nothing here should take."""
 
 

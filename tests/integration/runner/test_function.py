@@ -18,6 +18,7 @@ import pytest
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner import RankFailedError
+from support.patience import PATIENCE, PROGRAM_PATIENCE
 
 
 @pytest.fixture
@@ -205,7 +206,12 @@ def test_from_a_script_without_a_main_guard(tmp_path: Path) -> None:
         "import os, helper, hvdlab\nprint(hvdlab.run(lambda: helper.square(int(os.environ['RANK'])), np=3))\n"
     )
     ran = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False, cwd="/"
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_PATIENCE,
+        check=False,
+        cwd="/",
     )
     assert ran.stdout == "[0, 1, 4]\n", ran.stderr
 
@@ -220,12 +226,12 @@ def test_an_interrupt_ends_the_ranks(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    until = time.monotonic() + 30
+    until = time.monotonic() + PATIENCE
     while len(list(tmp_path.glob("ready*"))) < 2:
         assert time.monotonic() < until
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=PATIENCE)
     assert out == "interrupted\n"
     assert process.returncode == 0
 

@@ -22,6 +22,7 @@ from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import host_key
 from hvdlab.torch.c10d import world
 from support import ordinary_user
+from support.patience import PROGRAM_PATIENCE
 from support.ranks.resident import Ranks
 
 ROOT = Path(__file__).parents[3]
@@ -94,7 +95,7 @@ def test_no_import_is_needed_under_a_launcher(
         main = "from hvdlab.runner.cli import main; main()"
         command = [sys.executable, "-c", main, "run", "-np", "2", sys.executable, str(script)]
     done = subprocess.run(
-        command, env=with_entry_point, capture_output=True, text=True, timeout=120, check=False
+        command, env=with_entry_point, capture_output=True, text=True, timeout=PROGRAM_PATIENCE, check=False
     )
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stdout + done.stderr
 
@@ -110,7 +111,9 @@ def test_the_users_wish_makes_groups_hvdlabs_under_hvdlab_run(
     main = "from hvdlab.runner.cli import main; main()"
     command = [sys.executable, "-c", main, "run", "-np", "2", sys.executable, str(script)]
     environment = {**with_entry_point, "HVDLAB_C10D": wanted}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PROGRAM_PATIENCE, check=False
+    )
     assert (done.returncode, done.stdout.count(f"backend {backend}")) == (0, 2), done.stdout + done.stderr
 
 

@@ -20,7 +20,7 @@ from hvdlab.collectives.types import OpKind
 from hvdlab.torch.c10d.inner_groups import InnerGroup, make_inner
 from hvdlab.torch.c10d.store import HvdlabStore
 from hvdlab.torch.c10d.world import C10dWorld
-from support.patience import GONE, HOUR, PATIENCE, eventually
+from support.patience import GONE, HOUR, PATIENCE, PROGRAM_PATIENCE, eventually
 from support.ranks.resident import Ranks
 
 RANKS = 4
@@ -75,7 +75,7 @@ def _unended(name: str, rank: int, elements: int, groups: int) -> int:
 @pytest.mark.parametrize(("elements", "groups"), [(2, 40), (1_000_000, 20)])
 def test_an_abort_ends_operations_of_gloo_at_any_moment(world: Ranks, elements: int, groups: int) -> None:
     ranks = [(f"of {elements}", rank, elements, groups) for rank in range(RANKS)]
-    assert world.start(_unended, per_rank=ranks).results(120) == [0] * RANKS
+    assert world.start(_unended, per_rank=ranks).results(PROGRAM_PATIENCE) == [0] * RANKS
 
 
 def _destroyed_at_once(rank: int, groups: int) -> None:
@@ -89,7 +89,7 @@ def _destroyed_at_once(rank: int, groups: int) -> None:
 
 def test_a_rank_that_destroys_its_group_at_once_does_not_fail_the_connecting_of_others(world: Ranks) -> None:
     ranks = [(rank, 60) for rank in range(2)]
-    world.start(_destroyed_at_once, ranks=[0, 1], per_rank=ranks).results(120)
+    world.start(_destroyed_at_once, ranks=[0, 1], per_rank=ranks).results(PROGRAM_PATIENCE)
 
 
 class _Observed(HvdlabStore):

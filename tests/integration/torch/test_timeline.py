@@ -10,6 +10,7 @@ import torch
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.tracing.check import load
+from support.patience import PATIENCE
 from support.ranks.resident import Ranks
 
 
@@ -36,7 +37,7 @@ def test_the_variable_makes_a_sound_trace_of_a_training(tmp_path: Path) -> None:
         [sys.executable, "-m", "hvdlab.collectives.tracing.check", str(path)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         check=False,
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr

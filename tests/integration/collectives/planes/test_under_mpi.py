@@ -11,6 +11,7 @@ import pytest
 
 from conformance.planes.planes_under_test import mpi_missing, mpiexec_path
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from support.patience import PROGRAM_PATIENCE
 
 PROGRAM = Path(__file__).with_name("mpi_program.py")
 
@@ -33,7 +34,7 @@ def test_a_process_set_may_be_first(hosts: str, of_set: str, of_world: str) -> N
     }
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=90, env=environment, check=False
+            command, capture_output=True, text=True, timeout=PROGRAM_PATIENCE, env=environment, check=False
         )
     finally:
         coordinator.close()

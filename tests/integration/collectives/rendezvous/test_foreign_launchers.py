@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support import shared_memory
-from support.patience import HOUR
+from support.patience import HOUR, PROGRAM_PATIENCE
 
 SCRIPT = str(Path(__file__).with_name("script.py"))
 BIN = Path(sys.executable).parent
@@ -60,7 +60,7 @@ class Job:
             for argv, env in commands
         ]
 
-    def ended(self, timeout: float = 90) -> list[tuple[int, str, str]]:
+    def ended(self, timeout: float = PROGRAM_PATIENCE) -> list[tuple[int, str, str]]:
         """Exit code, output and errors of each."""
         deadline = time.monotonic() + timeout
         found = []

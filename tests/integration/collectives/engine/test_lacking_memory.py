@@ -13,7 +13,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.engine import control_thread
-from hvdlab.collectives.engine.control_thread import SharedMemoryRetry
+from hvdlab.collectives.engine.control_thread import SharedMemoryRetry, StoreWait
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.time_limits import Deadline
@@ -161,3 +161,41 @@ def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> 
     assert not calls
     lack.retry_now()
     assert len(sent) == 1
+
+
+def test_two_threads_that_ask_again_at_once_ask_once_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(dict[int, int]):
+        """Generations of which another thread takes the last one just before this one does."""
+
+        def popitem(self) -> tuple[int, int]:
+            found = super().popitem()
+            sent.append(m.Renew(*found))
+            return super().popitem()
+
+    monkeypatch.setattr(control_thread, "_has_descriptors", lambda: True)
+    sent: list[m.Message] = []
+    lack = SharedMemoryRetry(sent.append, lambda seconds, call: None)
+    monkeypatch.setattr(lack, "_generations", Shared())
+    lack.memory_missing(0, 5)
+    lack.retry_now()
+    assert sent == [m.Renew(0, 5)]
+
+
+def test_a_wait_that_an_abort_and_an_answer_end_at_once_has_one_end() -> None:
+    class Raced(StoreWait):
+        """Wait that another thread aborts while this one stores the answer."""
+
+        @property
+        def value(self) -> bytes | None:
+            return self.__dict__.get("value")
+
+        @value.setter
+        def value(self, value: bytes | None) -> None:
+            first = bool(value) and "value" in self.__dict__
+            self.__dict__["value"] = value
+            if first:
+                self.end(None)
+
+    wait = Raced(1, (0, 1))
+    wait.end(b"answer")
+    assert wait.wait(0)

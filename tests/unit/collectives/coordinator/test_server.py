@@ -449,7 +449,8 @@ def test_what_was_sent_before_a_goodbye_counts(start: Start) -> None:
     peers[1].endpoint.close()
 
 
-def test_a_goodbye_that_lies_unread_counts_before_what_the_launcher_says(start: Start) -> None:
+@pytest.mark.parametrize("before", [0, 200_000], ids=["alone", "behind many events"])
+def test_a_goodbye_that_lies_unread_counts_before_what_the_launcher_says(start: Start, before: int) -> None:
     """A rank that has ended well is not taken for dead, though clients are read first."""
     running = start()
     peers = [join(running, rank) for rank in (0, 1)]
@@ -468,7 +469,10 @@ def test_a_goodbye_that_lies_unread_counts_before_what_the_launcher_says(start: 
     running.server.watch(read, be_busy)
     os.write(write, b"x")
     assert busy.wait(PATIENCE)
+    if before:  # more than one read takes
+        peers[0].endpoint.send(m.Post("t", bytes(before), (1,)))
     peers[0].endpoint.send(m.Bye("shutdown"))
+    assert not peers[0].endpoint.backlog
     peers[0].endpoint.close()
     launcher.endpoint.send(m.RankLost(0, os.getpid(), "its program has ended"))
     both_are_there.set()

@@ -108,7 +108,9 @@ class Recorder:
             if (name, site) in self._ids:
                 return self._ids[name, site]
             if len(self._texts) >= self._max_names:
-                self._ids, self._texts, self._texts_before = {("", ""): 0}, {}, self._texts
+                # In this order: a thread that drains reads the new texts, then those before, without the lock.
+                self._texts_before = self._texts
+                self._ids, self._texts = {("", ""): 0}, {}
             # From 1 to 2**32 - 1: records have 32 bits for the number, and 0 is the empty name.
             ident, self._next_id = self._next_id, self._next_id % _U32 + 1
             known = "" if site == UNKNOWN_SITE else site
@@ -149,32 +151,36 @@ class Recorder:
                 raise ValueError
             with self._lock:
                 head = self._head
-                SPAN.pack_into(
-                    self._ring,
-                    (head & self._mask) * RECORD_BYTES,
-                    _SPAN_TYPE,
-                    kind,
-                    dtype,
-                    0 if ok else FLAG_FAILED,
-                    name_id,
-                    process_set,
-                    sequence & _U32,
-                    batch & _U32,
-                    nbytes,
-                    submitted_ns,
-                    ready_ns - submitted_ns,
-                    started_ns - submitted_ns,
-                    finished_ns - submitted_ns,
-                    phases.pack,
-                    phases.transfer,
-                    phases.wait,
-                    phases.unpack,
-                )
+                try:
+                    SPAN.pack_into(
+                        self._ring,
+                        (head & self._mask) * RECORD_BYTES,
+                        _SPAN_TYPE,
+                        kind,
+                        dtype,
+                        0 if ok else FLAG_FAILED,
+                        name_id,
+                        process_set,
+                        sequence & _U32,
+                        batch & _U32,
+                        nbytes,
+                        submitted_ns,
+                        ready_ns - submitted_ns,
+                        started_ns - submitted_ns,
+                        finished_ns - submitted_ns,
+                        phases.pack,
+                        phases.transfer,
+                        phases.wait,
+                        phases.unpack,
+                    )
+                except struct.error:
+                    # Before another thread drains: the fields in front of the one that did not fit have overwritten the oldest record.
+                    self._drop_oldest()
+                    raise
                 # Last: another thread reads the head without the lock, for the number of records that it can drain.
                 self._head = head + 1
         except (struct.error, ValueError):
             # Too long for 32 bits of nanoseconds, or it failed early, or impossible.
-            self._give_up_place()
             one = (name_id, nbytes, submitted_ns)
             times = (ready_ns, started_ns, finished_ns)
             self._unusual(one, int(kind), int(dtype), (process_set, sequence, batch), times, phases, ok)
@@ -359,10 +365,6 @@ class Recorder:
             offset = (self._head & self._mask) * RECORD_BYTES
             self._ring[offset : offset + RECORD_BYTES] = record
             self._head += 1
-
-    def _give_up_place(self) -> None:
-        with self._lock:
-            self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         """Drop the record in the place that the next one gets, if there is one: what could not be packed has overwritten it. Under the lock."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -183,6 +184,32 @@ def test_a_record_that_can_not_be_packed_leaves_no_damaged_one(refused: str) -> 
     assert (recorder.dropped, recorder.refused) == (1, 1)
 
 
+def test_a_drain_right_after_a_record_that_can_not_be_packed_meets_no_damaged_one() -> None:
+    class Drained:
+        """Lock after whose first release by a span another thread drains."""
+
+        def __init__(self) -> None:
+            self._lock = threading.RLock()
+            self.events: list[Event] | None = None
+
+        def __enter__(self) -> None:
+            self._lock.acquire()
+
+        def __exit__(self, *exception: object) -> None:
+            self._lock.release()
+            if self.events is None:
+                self.events = []
+                self.events = drained(recorder)
+
+    recorder = Recorder(capacity=4)
+    for number in range(4):
+        put(recorder, number)
+    lock: Any = Drained()
+    recorder._lock = lock
+    recorder.span(0, 0, 0, 0, 9, 0, 1 << 80, 1, 2, 3, 4, PhaseTimes())
+    assert sequences(lock.events) == [1, 2, 3]
+
+
 def test_a_batch_tells_how_many_were_dropped() -> None:
     recorder = Recorder(capacity=4)
     for number in range(10):
@@ -265,6 +292,25 @@ def test_names_are_bounded_and_right_if_drained_in_time() -> None:
         assert names == [f"name {number}", f"name {number - 1}", "loss"]
     assert len(recorder._ids) <= 4
     assert len(recorder._texts) + len(recorder._texts_before) <= 6
+
+
+def test_a_drain_while_names_are_replaced_finds_those_of_its_records() -> None:
+    names: list[str] = []
+
+    class Drained(Recorder):
+        """Recorder that another thread drains after each store of texts."""
+
+        def __setattr__(self, attribute: str, value: Any) -> None:
+            super().__setattr__(attribute, value)
+            if attribute.startswith("_texts") and getattr(self, "_head", 0):
+                names.extend(event.name for event in drained(self) if isinstance(event, Span))
+
+    recorder = Drained(max_names=3)
+    lock: Any = threading.RLock()
+    recorder._lock = lock
+    for number in range(4):
+        put(recorder, number, name=f"name {number}")
+    assert names == [f"name {number}" for number in range(3)]
 
 
 def test_more_names_than_fit_between_two_drains_are_lost_but_never_mixed_up() -> None:

@@ -100,6 +100,14 @@ def wait_for(name: str) -> str:
     return f"while not os.path.exists({name!r}): time.sleep(0.01)"
 
 
+def wait_for_ranks(name: str, *ranks: int) -> str:
+    """Return a line with which a rank waits for a file of each of these ranks in the kernel's directory.
+
+    A rank that fails before the others are where the test means them would have them interrupted elsewhere.
+    """
+    return f"while not all(os.path.exists(f'{name}{{other}}') for other in {ranks}): time.sleep(0.01)"
+
+
 def _ranks(spec: str) -> list[int]:
     bounds = [part.split("-") for part in spec.split(",")]
     return [rank for b in bounds for rank in range(int(b[0]), int(b[-1]) + 1)]
@@ -202,14 +210,17 @@ def test_nested_progress_bars_of_one_rank_are_live_too(kernel: LiveKernel) -> No
 
 
 def test_a_failure_ends_the_cell_everywhere_and_shows_the_cause(kernel: LiveKernel) -> None:
-    cell = kernel.run("%%hvd_run\nprint('on')\nif rank == 2:\n    raise ValueError('bad')\ntime.sleep(3600)")
+    cell = kernel.run(
+        f"%%hvd_run\nprint('on')\nif rank == 2:\n    {wait_for_ranks('sleeps', 0, 1, 3)}\n    raise ValueError('bad')\n"
+        "open(f'sleeps{rank}', 'w').close(); time.sleep(3600)"
+    )
     assert cell.error is not None
     assert (cell.error["ename"], cell.error["evalue"]) == ("ValueError", "bad")
     lines = _plain("\n".join(cell.error["traceback"])).split("\n")
     assert lines[0] == "rank 2 failed:"
     assert "Cell In[" in lines[3]
-    assert lines[3].endswith("line 4")
-    assert re.fullmatch(r"ranks 0,1,3: interrupted at cell \[\d+\] line 5", lines[-1])
+    assert lines[3].endswith("line 5")
+    assert re.fullmatch(r"ranks 0,1,3: interrupted at cell \[\d+\] line 6", lines[-1])
     assert cell.reply["status"] == "error"
     assert kernel.run("%%hvd_run\nprint(x)").lines() == ["[0] 0", "[1] 10", "[2] 20", "[3] 30"]
 
@@ -218,7 +229,8 @@ def test_ranks_in_a_collective_are_folded(kernel: LiveKernel) -> None:
     cell = kernel.run(
         "%%hvd_run\nimport numpy as np\nimport hvdlab.numpy as hvd\nfrom hvdlab.collectives import context\n"
         "context.init()\n"
-        "if rank == 3: raise ValueError('bad')\nhvd.allreduce(np.ones(3), name='loss')"
+        f"if rank == 3:\n    {wait_for_ranks('called', 0, 1, 2)}\n    raise ValueError('bad')\n"
+        "loss = hvd.allreduce_async(np.ones(3), name='loss'); open(f'called{rank}', 'w').close(); hvd.synchronize(loss)"
     )
     assert cell.error is not None
     text = _plain("\n".join(cell.error["traceback"]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlab.kernel_ext.notebook.cells import cell_state
 from hvdlab.kernel_ext.notebook.pool import Pool
 from support.patience import PATIENCE
 from support.pool_recorder import Recorder
@@ -79,6 +80,8 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("HVDLAB_PRELOAD", "torch._dynamo,hvdlab.torch.c10d")
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
+    # Otherwise the pool would interrupt a rank that comes late to the call in which the others have failed.
+    monkeypatch.setattr(cell_state, "GRACE", PATIENCE)
     pool = start_pool(3)
     errors = pool.run(FAILS_BEFORE).errors
     assert errors[1].ename == "ValueError"

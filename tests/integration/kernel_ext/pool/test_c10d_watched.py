@@ -62,6 +62,8 @@ def pool(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setenv("HVDLAB_PRELOAD", "torch._dynamo,hvdlab.torch.c10d")
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "1")
+    # Otherwise the pool would interrupt a rank that comes late to the call in which the others have failed.
+    monkeypatch.setattr(cell_state, "GRACE", PATIENCE)
     started = start_pool(request.param, timeout=2 * PATIENCE)
     assert started.run(SETUP).errors == {}
     return started
@@ -79,7 +81,9 @@ def test_a_fault_of_one_rank_is_followed_by_a_good_step_on_the_same_model(pool: 
         assert set(others) <= errors.keys(), (wrong, errors)
         assert any(told in errors[rank].evalue for rank in others), errors
         for rank in others:
-            assert errors[rank].ename == kind, (wrong, errors)
+            # One that comes when the others have disagreed already is told of their error.
+            late = errors[rank].ename == "AbortedError" and f" failed: {kind}: " in errors[rank].evalue
+            assert late or errors[rank].ename == kind, (wrong, errors)
             assert errors[rank].evalue.startswith(("all_reduce #", "`all_reduce #")), errors[rank].evalue
             assert " of group default_pg" in errors[rank].evalue
             assert not any("running the callback" in line for line in errors[rank].traceback)

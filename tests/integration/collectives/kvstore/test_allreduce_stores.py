@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +19,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
 from hvdlab.kvstore import KVStoreError, RowSparse
 from support.engine_probe import EngineProbe
+from support.interrupting import press_ctrl_c, when_this_thread_waits
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, meet, resident_ranks
 
@@ -551,14 +551,12 @@ def interrupted_round() -> None:
         return
     store.push("w", np.ones(3, np.float32))
     ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The timer's thread is started first: from then on only the wait in pull can be hit.
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt = when_this_thread_waits(press_ctrl_c)
     try:
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
             store.pull("w", out=np.zeros(3, np.float32))
     finally:
-        timer.join()
+        interrupt.join()
         signal.signal(signal.SIGINT, ordinary)
 
 

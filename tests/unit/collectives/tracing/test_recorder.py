@@ -302,7 +302,7 @@ def test_a_drain_while_names_are_replaced_finds_those_of_its_records() -> None:
 
         def __setattr__(self, attribute: str, value: Any) -> None:
             super().__setattr__(attribute, value)
-            if attribute.startswith("_texts") and getattr(self, "_head", 0):
+            if attribute.startswith("_texts") and getattr(self, "_head", None):
                 names.extend(event.name for event in drained(self) if isinstance(event, Span))
 
     recorder = Drained(max_names=3)

@@ -200,7 +200,7 @@ class ProcessSet:
 
 def _received(ranks: list[int], id: int | None, is_assigned: bool) -> ProcessSet:
     if id == GLOBAL_ID and not is_assigned:
-        # The object itself: the global set is told from others by identity (see is_registered()).
+        # The object itself, not one like it: is_registered() recognises the global set by identity.
         return global_process_set
     process_set = ProcessSet(ranks)
     if is_assigned:

@@ -784,10 +784,13 @@ class SharedMemoryRetry:
     def retry_now(self) -> None:
         """Ask for new generations if enough descriptors are free now. Any thread; a request that comes too late names an ended generation."""
         if self._generations and _has_descriptors():
-            # Not ``while self._generations``: the main thread and the control thread can come here at once, and one takes the last.
-            with contextlib.suppress(KeyError):
-                while True:
-                    self._send(m.Renew(*self._generations.popitem()))
+            while True:
+                # Not ``while self._generations``: the main thread and the control thread can come here at once, and one takes the last.
+                try:
+                    process_set, generation = self._generations.popitem()
+                except KeyError:
+                    return
+                self._send(m.Renew(process_set, generation))
 
     def _retry_later(self) -> None:
         if not self._scheduled:

@@ -39,8 +39,8 @@ BLOCKED_AFTER = 0.5
 """Seconds of waiting after which the rank reports to the coordinator that the user's thread is blocked. Shorter waits, nearly all of
 them, cost no message."""
 
-# A message is a msgpack array that begins with its tag: the header of a text of 7 bytes, and the text. So orders are told from other
-# messages without decoding them.
+# The bytes with which an encoded order begins, behind the array's header: msgpack's header of a text of 7 bytes, and the tag. The thread
+# that waits recognises an order by them without decoding the message.
 _EXECUTE = b"\xa7Execute"
 _TAG = slice(1, 1 + len(_EXECUTE))  # after the header of the array
 

@@ -49,7 +49,7 @@ class Subscription:
         self._requests: dict[int, EventRequest] = {}
         handlers.callbacks.on(m.COLLECTED, self._on_answer)
         handlers.callbacks.pongs_behind_events.append(self._on_pong_behind_events)
-        handlers.world.watchers.append(lambda world: self._on_world())
+        handlers.world.watchers.append(self._on_world)
         #: Held from a change of the sinks to the message about it: subscribing and its end must not overtake each other.
         self._lock = threading.Lock()
         #: Consumers of the events.
@@ -94,7 +94,7 @@ class Subscription:
             self._requests[number].missing.discard(rank)
             self._ping_behind_events(number)
 
-    def _on_world(self) -> None:
+    def _on_world(self, world: m.World) -> None:
         alive = set(self._handlers.world.alive)
         for number, request in self._requests.items():
             request.missing &= alive  # a rank that leaves has sent its events before its goodbye

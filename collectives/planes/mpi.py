@@ -81,7 +81,7 @@ class MpiPlane(HostPlane):
         world_ranks = [int(store.get(f"mpi/{index}", timeout)) for index in range(me.size)]
         group = MPI.COMM_WORLD.group.Incl(world_ranks)
         try:
-            # Process sets with common members are told apart by the tag. MPI promises that tags up to 32,767 are valid.
+            # A tag for each process set, so that messages of two sets with common members don't meet. MPI guarantees tags up to 32,767.
             self._comm = MPI.COMM_WORLD.Create_group(
                 group, tag=(me.process_set * 4099 + me.generation) % 32000
             )

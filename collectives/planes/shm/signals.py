@@ -175,7 +175,7 @@ class Signals:
         for _ in range(self._yields):
             os.sched_yield()
             now = monotonic_ns()
-            # In this order: the second call adds the yield to what was lost, and only long ones count.
+            # The length first: _is_beyond_limit() counts the time of this yield as lost, and short yields are not to count.
             if now - before > _LONG_YIELD and self._is_beyond_limit(now, now - before):
                 self._sleep_until = now + _WITHOUT_YIELDS
                 return min(words) >= value
@@ -186,7 +186,7 @@ class Signals:
 
     def _is_beyond_limit(self, now: int, lost: int) -> bool:
         """Add up the time that long yields lose. Return whether it is beyond their limit."""
-        # A leaky bucket: of what was lost before, an eighth of the time since the last long yield is forgiven.
+        # A leaky bucket: long yields fill it with the time that they took, and it empties by an eighth of the time in between.
         self._lost = max(0, self._lost - (now - self._lost_at) // _LOST_SHARE) + lost
         self._lost_at = now
         return self._lost > _LOST_LIMIT

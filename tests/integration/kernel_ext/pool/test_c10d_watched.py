@@ -81,7 +81,7 @@ def test_a_fault_of_one_rank_is_followed_by_a_good_step_on_the_same_model(pool: 
         assert set(others) <= errors.keys(), (wrong, errors)
         assert any(told in errors[rank].evalue for rank in others), errors
         for rank in others:
-            # One that comes when the others have disagreed already is told of their error.
+            # A rank that calls after the others have disagreed gets an AbortedError with the text of their error.
             late = errors[rank].ename == "AbortedError" and f" failed: {kind}: " in errors[rank].evalue
             assert late or errors[rank].ename == kind, (wrong, errors)
             assert errors[rank].evalue.startswith(("all_reduce #", "`all_reduce #")), errors[rank].evalue

@@ -140,7 +140,7 @@ test-numpy: ## the core on the oldest numpy that is accepted, without torch, in 
 	$(PYTHON) -m venv out/numpy
 	out/numpy/bin/python -m pip install --quiet numpy==1.23.5 'pandas>=2.2,<2.3' msgspec 'ipyparallel>=9' mpi4py mpich cryptography \
 		hypothesis pytest pytest-timeout pytest-xdist --editable .
-	out/numpy/bin/python -m pytest -m "not soak" tests/unit/collectives/tracing tests/integration/collectives/tracing tests/unit/collectives/reduce tests/unit/collectives/protocol tests/integration/collectives/protocol \
+	out/numpy/bin/python -m pytest -m "not soak" tests/unit/collectives/tracing tests/integration/collectives/tracing tests/unit/collectives/test_fold.py tests/unit/collectives/test_integers.py tests/unit/collectives/test_adasum.py tests/unit/collectives/protocol tests/integration/collectives/protocol \
 		tests/integration/bindings/test_numpy_collectives.py $(PYTEST_ARGS)
 	out/numpy/bin/python -m pytest -m "not soak" tests/conformance/planes/test_planes.py tests/conformance/planes/test_adasum.py \
 		-k "(local or shm or mpi) and not hierarchical" $(PYTEST_ARGS)

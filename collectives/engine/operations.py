@@ -4,7 +4,7 @@ Three kinds of reductions are computed here, beside or instead of the plane:
 
 * A *small tensor* travels with the negotiation. Every member gets the bytes of all members in the same order and computes the
   result itself, with the folds of the planes, so all members get the same bits.
-* *Integer averages* and scaled integers are reduced in a wider type; see :mod:`hvdlab.collectives.reduce.integers`.
+* *Integer averages* and scaled integers are reduced in a wider type; see :mod:`hvdlab.collectives.reduce`.
 * *Adasum* needs from a plane alltoall, small sums and allgather only. Member ``i`` gets slice ``i`` of all members' tensors,
   together as many elements as the tensors of one member, and combines the slices along the tree. Only the dot products, three
   numbers for each pair and tensor, are summed over the members at each level.
@@ -33,9 +33,20 @@ from hvdlab.collectives.planes.buffers import (
 )
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.subgroups import PeerPlanes
-from hvdlab.collectives.reduce.adasum import Segment, adasum, combine, levels, narrowed, products, widened
-from hvdlab.collectives.reduce.fold import UFUNCS, FoldScratch, fold_plain
-from hvdlab.collectives.reduce.integers import WideReduction, needs_width
+from hvdlab.collectives.reduce import (
+    UFUNCS,
+    FoldScratch,
+    Segment,
+    WideReduction,
+    adasum,
+    combine,
+    fold_plain,
+    levels,
+    narrowed,
+    needs_width,
+    products,
+    widened,
+)
 from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction
 
 Tables = tuple[tuple[int, ...], ...]

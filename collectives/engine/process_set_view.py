@@ -30,8 +30,7 @@ from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import Member
-from hvdlab.collectives.reduce.fold import MANY, FoldScratch, is_direct
-from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.reduce import MANY, FoldScratch, is_direct, needs_width
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
 LAYOUTS = 1024

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from hvdlab.collectives.planes.base import PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST, Buffer, HostArray, host_view, storage_type
-from hvdlab.collectives.reduce.fold import HALF_BLOCK, Fold, conversion_of, make_fold
+from hvdlab.collectives.reduce import HALF_BLOCK, Fold, conversion_of, make_fold
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 

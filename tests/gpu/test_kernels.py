@@ -12,7 +12,7 @@ from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import KernelLaunch
 from hvdlab.collectives.planes.gpu.jobs import table_of
-from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.reduce import make_fold
 from hvdlab.collectives.types import PLAIN, DType, ReduceOp
 from support.real_gpu import why_no_gpu
 

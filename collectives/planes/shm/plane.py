@@ -52,7 +52,7 @@ from hvdlab.collectives.planes.shm.schedules import (
     two_stages,
 )
 from hvdlab.collectives.planes.shm.signals import ARRIVED, REDUCED, YIELDS, Signals
-from hvdlab.collectives.reduce.fold import Fold, is_direct, make_fold
+from hvdlab.collectives.reduce import Fold, is_direct, make_fold
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 SMALL_BYTES = 16 * 1024

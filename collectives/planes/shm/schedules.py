@@ -37,7 +37,7 @@ import numpy as np
 
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.shm.layout import ChunkSlice, cut, slice_bounds
-from hvdlab.collectives.reduce.fold import Fold
+from hvdlab.collectives.reduce import Fold
 from hvdlab.collectives.types import Reduction
 
 

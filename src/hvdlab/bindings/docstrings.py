@@ -39,7 +39,7 @@ _ARGUMENTS = {
     "op": (
         "``Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``. The average of integers is "
         "exact and truncated toward zero, and they are scaled in float64; float16 and bfloat16 are accumulated in float32; bool has ``Min`` and ``Max``. Adasum "
-        "takes floating-point tensors (its formula is in hvdlab.collectives.reduce.adasum), and reducescatter has none."
+        "takes floating-point tensors (its formula is in hvdlab.collectives.reduce), and reducescatter has none."
     ),
     "priority": "Accepted for Horovod's sake: the call waits, so no other overtakes it.",
     "prescale_factor": "Multiplies the inputs.",

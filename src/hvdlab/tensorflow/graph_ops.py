@@ -28,7 +28,7 @@ from hvdlab.bindings.arguments import row_counts
 from hvdlab.bindings.gradients import Differentiable, ForwardPass, own_rows
 from hvdlab.bindings.operations import Operation
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.reduce.adasum import levels
+from hvdlab.collectives.reduce import levels
 from hvdlab.collectives.text import site_of_lines
 from hvdlab.collectives.types import OpKind, ReduceOp, Reduction, check_supported
 from hvdlab.tensorflow import kernels
@@ -383,7 +383,7 @@ def reduced(reduction: Reduction, stacked: Any, count: int) -> Any:
 
 
 def _adasum(vectors: list[Any]) -> Any:
-    """Return the Adasum of the vectors, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
+    """Return the Adasum of the vectors, by the formula in :mod:`hvdlab.collectives.reduce`."""
     for pairs in levels(len(vectors)):
         for a, b in pairs:
             common = _dot(vectors[a], vectors[b])

@@ -23,7 +23,7 @@ from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.buffers import HOST, Buffer
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
-from hvdlab.collectives.reduce.fold import Conversion, register_conversion
+from hvdlab.collectives.reduce import Conversion, register_conversion
 from hvdlab.collectives.types import DType, OpKind
 
 DTYPES: dict[torch.dtype, DType] = {

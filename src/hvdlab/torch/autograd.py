@@ -14,7 +14,7 @@ import torch
 
 from hvdlab.bindings.gradients import Differentiable, ForwardPass
 from hvdlab.bindings.operations import Operation
-from hvdlab.collectives.reduce.adasum import levels
+from hvdlab.collectives.reduce import levels
 from hvdlab.collectives.types import OpKind, ReduceOp, Reduction
 from hvdlab.torch.adapter import BINDING
 
@@ -44,7 +44,7 @@ def reduced(reduction: Reduction, stacked: torch.Tensor) -> torch.Tensor:
 
 
 def _adasum(stacked: torch.Tensor) -> torch.Tensor:
-    """Return the Adasum of the rows, by the formula in :mod:`hvdlab.collectives.reduce.adasum`."""
+    """Return the Adasum of the rows, by the formula in :mod:`hvdlab.collectives.reduce`."""
     vectors = list(stacked.unbind())
     for pairs in levels(len(vectors)):
         for a, b in pairs:

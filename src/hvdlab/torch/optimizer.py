@@ -3,7 +3,7 @@
 The result is of the given optimizer's class, with a class of this module in front: ``DistributedMixin`` reduces gradients during
 the backward pass. ``AdasumMixin`` (``op=hvd.Adasum``) lets each rank take a step of its own, and combines the changes that the
 optimizers made. So an optimizer's own scaling (such as Adam's) has been applied before: each parameter becomes its value before
-the step plus the Adasum of the ranks' changes of it. See :mod:`hvdlab.collectives.reduce.adasum` for the formula.
+the step plus the Adasum of the ranks' changes of it. See :mod:`hvdlab.collectives.reduce` for the formula.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.planes.base import PlaneContext
-from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.reduce import needs_width
 from hvdlab.collectives.types import OpKind, ReduceOp
 from support.fakes import device as fake_device
 

@@ -20,7 +20,7 @@ from conformance.planes.planes_under_test import PLANES, shm_memory
 from hvdlab.collectives.engine.operations import run_small
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.planes.base import KeyValue, PlaneContext
-from hvdlab.collectives.reduce.fold import FoldScratch, conversion_of, register_conversion
+from hvdlab.collectives.reduce import FoldScratch, conversion_of, register_conversion
 from hvdlab.collectives.types import SUM, DType, OpKind
 from hvdlab.torch.adapter import register_conversions
 

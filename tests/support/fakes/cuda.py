@@ -30,7 +30,7 @@ from hvdlab.collectives.planes.gpu.device import (
     KernelLaunch,
     OpenedPieces,
 )
-from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.reduce import make_fold
 from hvdlab.collectives.system import create_memory
 from hvdlab.collectives.types import DType, ReduceOp
 

@@ -19,7 +19,7 @@ import numpy as np
 from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.planes.gpu import nccl_library
 from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclFailed, NcclPiece
-from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.reduce import make_fold
 from hvdlab.collectives.types import DType, ReduceOp
 from support.fakes.cuda import FakeCuda, bytes_at
 

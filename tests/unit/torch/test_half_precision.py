@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hvdlab.collectives.reduce import fold
+from hvdlab.collectives import reduce
 from hvdlab.collectives.types import DType
 from hvdlab.torch.adapter import register_conversions
 
@@ -15,10 +15,10 @@ EVERY_BIT_PATTERN = np.arange(1 << 16, dtype=np.uint32).astype(np.uint16)
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    before = {dtype: fold.conversion_of(dtype) for dtype in (DType.F16, DType.BF16)}
+    before = {dtype: reduce.conversion_of(dtype) for dtype in (DType.F16, DType.BF16)}
     yield
     for dtype, conversion in before.items():
-        fold.register_conversion(dtype, conversion)
+        reduce.register_conversion(dtype, conversion)
 
 
 def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
@@ -27,7 +27,7 @@ def _bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
 
 @pytest.mark.parametrize(
     ("dtype", "storage", "reference"),
-    [(DType.F16, np.float16, fold.widen_f16), (DType.BF16, np.uint16, fold.widen_bf16)],
+    [(DType.F16, np.float16, reduce.widen_f16), (DType.BF16, np.uint16, reduce.widen_bf16)],
 )
 def test_widening_gives_numpy_s_values(
     dtype: DType, storage: type[np.generic], reference: Callable[..., None]
@@ -35,7 +35,7 @@ def test_widening_gives_numpy_s_values(
     register_conversions()
     source = EVERY_BIT_PATTERN.view(storage)
     ours, expected = np.empty((2, source.size), np.float32)
-    fold.conversion_of(dtype).widen(source, ours)
+    reduce.conversion_of(dtype).widen(source, ours)
     reference(source, expected)
     assert np.array_equal(_bits(ours), _bits(expected))
 
@@ -43,7 +43,7 @@ def test_widening_gives_numpy_s_values(
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_narrowing_undoes_widening_and_rounds_to_nearest_even(dtype: DType) -> None:
     register_conversions()
-    conversion = fold.conversion_of(dtype)
+    conversion = reduce.conversion_of(dtype)
     storage = np.float16 if dtype is DType.F16 else np.uint16
     wide = np.empty(EVERY_BIT_PATTERN.size, np.float32)
     conversion.widen(EVERY_BIT_PATTERN.view(storage), wide)
@@ -65,7 +65,7 @@ def test_narrowing_undoes_widening_and_rounds_to_nearest_even(dtype: DType) -> N
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_what_came_in_a_message_is_read_without_a_warning(dtype: DType) -> None:
     register_conversions()
-    conversion = fold.conversion_of(dtype)
+    conversion = reduce.conversion_of(dtype)
     storage = np.float16 if dtype is DType.F16 else np.uint16
     narrow, wide = np.zeros(3, storage), np.ones(3, np.float32)
     for array in (narrow, wide):

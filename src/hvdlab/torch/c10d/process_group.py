@@ -25,7 +25,7 @@ from hvdlab.collectives.errors import (
     UnsupportedError,
 )
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.reduce.integers import needs_width
+from hvdlab.collectives.reduce import needs_width
 from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp, Reduction, check_supported
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
 from hvdlab.torch.c10d.reconfiguration import TorchReconfiguration, handle_of, require_same_ranks

@@ -18,7 +18,7 @@ import pytest
 
 from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.planes.gpu.jobs import chunk_bytes, share, table_of
-from hvdlab.collectives.reduce.fold import make_fold
+from hvdlab.collectives.reduce import make_fold
 from hvdlab.collectives.types import DType, ReduceOp
 
 SOURCE = Path(__file__).parents[4] / "collectives" / "planes" / "gpu" / "kernels.cu"

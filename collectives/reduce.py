@@ -1,6 +1,6 @@
-"""Folds: ``out = postscale * (prescale * s0 (op) prescale * s1 (op) …)``, element by element, in the order given.
+"""Arithmetic of reductions on arrays of this process: folds, averages of integers, Adasum.
 
-A fold is made for one element type and operator and keeps the scratch memory that it needs; it belongs to one
+A fold computes ``out = postscale * (prescale * s0 (op) prescale * s1 (op) …)``, element by element, in the order given. It is made for one element type and operator and keeps the scratch memory that it needs; it belongs to one
 thread. Its numpy calls release the GIL. The order of the sources alone determines the bits of the result, so a plane
 that passes them by position gets the same bits on every member, for every size.
 
@@ -10,7 +10,7 @@ framework is faster registers its own :class:`Conversion` with :func:`register_c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.planes.buffers import HostArray, HostArrays
-from hvdlab.collectives.types import DType, ReduceOp, Reduction
+from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp, Reduction
 
 Wide = npt.NDArray[np.float32]
 """An array of float16 or bfloat16 while it is reduced."""
@@ -267,3 +267,200 @@ class HalfFold:
         if postscale != 1.0:
             np.multiply(total, postscale, total)
         self._conversion.narrow(total, out)
+
+
+# -- averages and scaled reductions of integers ------------------------------------------------------------------------
+
+
+WideIntegers = npt.NDArray[np.int64]
+
+
+def needs_width(dtype: DType, reduction: Reduction) -> bool:
+    """Return whether a reduction of this element type has to be made as a :class:`WideReduction`."""
+    if dtype.is_floating or dtype is DType.BOOL:
+        return False
+    return reduction.op is ReduceOp.AVERAGE or (dtype is not DType.I64 and reduction.is_scaled)
+
+
+class WideReduction:
+    """Average or scaled reduction of integers, made of plain reductions of int64 that can't overflow on the way.
+
+    A plane reduces integers modulo the width of their type. That is right for a sum, but an average fits into the type where
+    the sum before the division does not, and so may a scaled sum. So each member :meth:`encodes <encode>` its
+    elements as int64, any plane reduces these, and each member :meth:`decodes <decode>` the result:
+
+    * Elements are scaled by ``prescale`` in float64 and truncated toward zero (without a scale they are as they are).
+    * A sum of narrow types is exact in int64. For an average of int64 each element travels as a quotient and a remainder of
+      the number of members, whose sums can't overflow.
+    * An average is truncated toward zero, and exact also beyond 2**53: that of equal values is that value.
+    * ``postscale`` is applied to the exact result in float64, and the product is truncated. A result that does not fit
+      into the type is taken modulo its width, as a sum is.
+
+    Args:
+        dtype: Type of the elements, an integer.
+        reduction: As the user gave it.
+        members: How many there are.
+
+    Attributes:
+        of_encoded: The plane's reduction of the encoded elements.
+        width: Number of int64 that stand for an element; they are neighbours.
+    """
+
+    def __init__(self, dtype: DType, reduction: Reduction, members: int) -> None:
+        averages = reduction.op is ReduceOp.AVERAGE
+        self._members = members if averages else 1
+        self._reduction = reduction
+        self.of_encoded = SUM if averages else PLAIN[reduction.op]
+        self.width = 2 if averages and dtype is DType.I64 else 1
+
+    def encode(self, source: npt.NDArray[Any]) -> WideIntegers:
+        """Return ``width`` int64 for each element of a flat array."""
+        values = source.astype(np.int64)
+        if self._reduction.prescale != 1.0:
+            values = _truncated(source.astype(np.float64) * self._reduction.prescale)
+        if self.width == 1:
+            return values
+        pairs = np.empty((len(values), 2), np.int64)
+        np.fmod(values, self._members, out=pairs[:, 1])  # with the sign of the element, so that quotients fit
+        # Without the remainder the division is exact, so its way of rounding does not matter.
+        np.floor_divide(values - pairs[:, 1], self._members, out=pairs[:, 0])
+        return pairs.reshape(-1)
+
+    def decode(self, reduced: WideIntegers, out: npt.NDArray[Any]) -> None:
+        """Write the result of the encoded elements' reduction to a flat array of the elements' type."""
+        n = self._members
+        if self.width == 2:
+            # The sum of the remainders is below n * n in magnitude. Its whole part is carried, and 0 to n - 1 are left.
+            quotients, remainders = reduced.reshape(-1, 2).T
+            quotients, remainders = quotients + remainders // n, remainders % n
+        else:
+            quotients, remainders = reduced // n, reduced % n
+        # The number to divide by n is quotients * n + remainders, with remainders from 0 to n - 1.
+        if self._reduction.postscale == 1.0:
+            # The quotient is rounded down; for a negative average with a remainder that is one below the truncated one.
+            out[...] = quotients + ((quotients < 0) & (remainders > 0))
+        else:
+            exact = quotients + remainders / n if self.width == 2 else reduced / n
+            out[...] = _truncated(exact * self._reduction.postscale)
+
+
+def _truncated(values: npt.NDArray[np.float64]) -> WideIntegers:
+    with np.errstate(invalid="ignore"):  # for values beyond int64
+        return values.astype(np.int64)
+
+
+# -- Adasum ------------------------------------------------------------------------------------------------------------
+
+
+Vector = npt.NDArray[Any]
+Products = npt.NDArray[np.float64]
+"""For each pair and tensor: ``a·a``, ``b·b`` and ``a·b``."""
+
+Pair = tuple[int, int]
+Segment = tuple[int, int, int]
+"""Number of a tensor, and where its elements begin and end in the vectors."""
+
+ADASUM_BLOCK = 1 << 13
+"""Elements worked through at a time: elements that are read twice are still in the cache, and BLAS starts no threads for them."""
+
+
+def levels(members: int) -> list[list[Pair]]:
+    """Return the pairs that are combined, level by level; in ``(a, b)`` the result takes the place of ``a``.
+
+    With a power of two of members, neighbours at distance 1 are combined first, then their results at distance 2, and
+    so on, until all is in member 0's place. Otherwise, with ``p`` the largest power of two below, the members from ``p``
+    on are combined with members 0, 1, … in a level before those.
+    """
+    power = 1 << (members.bit_length() - 1)
+    found = [[(i, power + i) for i in range(members - power)]] if members > power else []
+    distance = 1
+    while distance < power:
+        found.append([(i, i + distance) for i in range(0, power, 2 * distance)])
+        distance *= 2
+    return found
+
+
+def products(vectors: Vector, pairs: Sequence[Pair], segments: Sequence[Segment], tensors: int) -> Products:
+    """Return this memory's share of the dot products that a level needs; shares of several memories are added up."""
+    result = np.zeros((len(pairs), tensors, 3))
+    for row, (a, b) in zip(result, pairs, strict=True):
+        for number, start, stop in segments:
+            row[number] += _products(vectors[a, start:stop], vectors[b, start:stop])
+    return result
+
+
+def combine(vectors: Vector, pairs: Sequence[Pair], segments: Sequence[Segment], totals: Products) -> None:
+    """Combine the pairs of a level in place, given the dot products of whole tensors. The ``b`` are used up."""
+    for row, (a, b) in zip(totals, pairs, strict=True):
+        for number, start, stop in segments:
+            # Python's floats: with numpy's own, numpy 2 would compute the products with float32 vectors in float64.
+            aa, bb, ab = row[number].tolist()
+            _add_scaled(vectors[a, start:stop], _factor(ab, aa), vectors[b, start:stop], _factor(ab, bb))
+
+
+def widened(source: Vector, dtype: DType, prescale: float) -> Vector:
+    """Return vectors to work on: float16 and bfloat16 as float32, scaled; may be ``source`` itself, changed."""
+    if dtype in (DType.F16, DType.BF16):
+        wide = np.empty(source.shape, np.float32)
+        conversion_of(dtype).widen(source.reshape(-1), wide.reshape(-1))
+    else:
+        wide = source
+    if prescale != 1.0:
+        np.multiply(wide, prescale, out=wide)
+    return wide
+
+
+def narrowed(source: Vector, dtype: DType, postscale: float) -> Vector:
+    """Return the result in storage type, scaled and rounded once; ``source`` is used up."""
+    if postscale != 1.0:
+        np.multiply(source, postscale, out=source)
+    if dtype not in (DType.F16, DType.BF16):
+        return source
+    storage = np.empty(source.shape, np.float16 if dtype is DType.F16 else np.uint16)
+    conversion_of(dtype).narrow(source, storage)
+    return storage
+
+
+def adasum(addends: HostArrays, dtype: DType, reduction: Reduction = PLAIN[ReduceOp.ADASUM]) -> Vector:
+    """Return the Adasum of equally long vectors in storage type, all of which are here; they are left alone.
+
+    Adasum is a sum that counts the common part of its addends only once. Of two vectors it is ::
+
+        Adasum(a, b) = (1 - a·b / 2|a|²) a  +  (1 - a·b / 2|b|²) b
+
+    which is ``a + b`` where they are orthogonal and their mean where they are equal. Source: Maleki, Musuvathi, Mytkowicz,
+    Saarikivi, Xu, Eksarevskiy, Ekanayake, Barsoum: "Scaling Distributed Training with Adaptive Summation", 2020
+    (arXiv:2006.02924). More than two are combined along a binary tree, see :func:`levels`.
+
+    A vector that is all zeros (or whose squared norm underflows) leaves the other one as it is. Dot products are
+    accumulated in float64. Everything here is arithmetic on local memory; :mod:`hvdlab.collectives.engine.operations` decides
+    which member has which part of the vectors.
+    """
+    # Stacked, which copies: the levels combine vectors in place.
+    vectors = widened(np.stack(list(addends)), dtype, reduction.prescale)
+    segments = [(0, 0, vectors.shape[1])]
+    with np.errstate(all="ignore"):
+        for pairs in levels(len(addends)):
+            combine(vectors, pairs, segments, products(vectors, pairs, segments, 1))
+        return narrowed(vectors[0], dtype, reduction.postscale)
+
+
+def _factor(product: float, square: float) -> float:
+    return 1.0 - product / (2.0 * square) if square > 0.0 else 1.0
+
+
+def _products(a: Vector, b: Vector) -> Products:
+    result = np.zeros(3)
+    for start in range(0, len(a), ADASUM_BLOCK):
+        left = a[start : start + ADASUM_BLOCK].astype(np.float64, copy=False)
+        right = b[start : start + ADASUM_BLOCK].astype(np.float64, copy=False)
+        result += (np.dot(left, left), np.dot(right, right), np.dot(left, right))
+    return result
+
+
+def _add_scaled(a: Vector, of_a: float, b: Vector, of_b: float) -> None:
+    for start in range(0, len(a), ADASUM_BLOCK):
+        left, right = a[start : start + ADASUM_BLOCK], b[start : start + ADASUM_BLOCK]
+        np.multiply(left, of_a, out=left)
+        np.multiply(right, of_b, out=right)
+        np.add(left, right, out=left)

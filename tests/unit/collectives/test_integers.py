@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.buffers import storage_type
-from hvdlab.collectives.reduce.integers import WideReduction, needs_width
+from hvdlab.collectives.reduce import WideReduction, needs_width
 from hvdlab.collectives.types import AVERAGE, SUM, DType, ReduceOp, Reduction
 
 INTEGERS = [DType.U8, DType.I8, DType.I16, DType.I32, DType.I64]

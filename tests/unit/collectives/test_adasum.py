@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conformance.planes.adasum_cases import expected
-from hvdlab.collectives.reduce.adasum import adasum, levels, products
+from hvdlab.collectives.reduce import adasum, levels, products
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.buffers import storage_type
-from hvdlab.collectives.reduce.fold import (
+from hvdlab.collectives.reduce import (
     BLOCK,
     MANY,
     NARROW,
@@ -193,7 +193,7 @@ def test_a_binding_can_register_a_faster_conversion() -> None:
 def test_folds_ignore_overflow_and_nan_whatever_the_thread_does(
     in_context: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvdlab.collectives.reduce.fold._ERRORS_IN_CONTEXT", in_context)
+    monkeypatch.setattr("hvdlab.collectives.reduce._ERRORS_IN_CONTEXT", in_context)
     scratch, out = FoldScratch(), np.empty(2, np.float32)
     sources = [np.array([3e38, np.inf], np.float32), np.array([3e38, -np.inf], np.float32)]
     with np.errstate(all="raise"):

@@ -438,7 +438,7 @@ def _server_row(hosts: Mapping[str, str], server: Any, seen: Sequence[Any]) -> t
 
 
 def _row(status: Any, hosts: Mapping[str, str], labels: Mapping[str, str]) -> tuple[str, ...]:
-    from hvdlab.collectives.planes.links import planes_text
+    from hvdlab.collectives.planes.base import planes_text
 
     found = (
         str(status.rank),

@@ -40,9 +40,16 @@ from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
-from hvdlab.collectives.planes.base import KeyValue, PlaneAborted, PlaneContext, ScopedStore
+from hvdlab.collectives.planes.base import (
+    KeyValue,
+    Links,
+    PlaneAborted,
+    PlaneContext,
+    ScopedStore,
+    plane_text,
+    planes_text,
+)
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.planes.links import Links, plane_text, planes_text
 from hvdlab.collectives.planes.shm.agreement_board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m

@@ -1,4 +1,4 @@
-"""The interface of a data plane.
+"""The interface of a data plane; its name and its links in words; memory that members make for themselves.
 
 A plane moves bytes between the members of one process set during one generation, for tensors of one *device class*: a process set
 whose tensors are on the host and on devices has a plane for each. The rank's executor builds, drives and closes it, on one thread
@@ -17,14 +17,17 @@ Example:
 
 from __future__ import annotations
 
+import os
+import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
+from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.planes.buffers import Buffer, Tensor
-from hvdlab.collectives.planes.links import Links
+from hvdlab.collectives.system import create_memory
 from hvdlab.collectives.types import DType, Reduction
 
 
@@ -319,3 +322,88 @@ class Plane(ABC):
 
         When this is called, every operation has ended or has been aborted.
         """
+
+
+# -- a plane in words --------------------------------------------------------------------------------------------------
+
+
+Links = Mapping[str, tuple[int, ...]]
+"""The ranks that are reached by each kind of link, one of the words below. Empty as long as no rank was reached."""
+
+SAME_GPU = "same GPU"
+NVLINK = "NVLink"
+PCIE = "PCIe"
+PEER = "peer access, link unknown"
+"""The GPUs read each other's memory; the link between them can't be found out."""
+UNKNOWN = "link unknown"
+THROUGH_HOST = "CUDA tensors through the host"
+"""There is no plane for CUDA tensors: they are copied to the host and back."""
+
+
+def links_text(links: Links) -> str:
+    """Return ``NVLink`` if all ranks are reached by it; otherwise the ranks by their links: ``same GPU: 1; NVLink: 2-3``."""
+    if len(links) == 1:
+        return next(iter(links))
+    return "; ".join(f"{link}: {compact_ranks(ranks)}" for link, ranks in links.items())
+
+
+def plane_text(plane: str, chunk_bytes: int) -> str:
+    """Return a plane of the host, with the size of its chunks where it was measured (otherwise 0): ``shm in chunks of 512 KiB``."""
+    return f"{plane} in chunks of {chunk_bytes // 1024} KiB" if chunk_bytes else plane
+
+
+def planes_text(planes: Iterable[str], links: Links) -> str:
+    """Return the planes of a process set, those for devices last, with the links of the last one: ``shm, cuda/ipc (NVLink)``."""
+    text = ", ".join(filter(None, planes))
+    return f"{text} ({links_text(links)})" if links else text
+
+
+# -- memory that the members of a host share ---------------------------------------------------------------------------
+
+# The coordinator hands out descriptors over Unix sockets, which end at its host. On other hosts the first member makes an anonymous
+# file (memfd), and publishes its descriptor in the rendezvous store. The other members open it by way of ``/proc/PID/fd``, which the
+# kernel allows to processes of the same user. So the segment never has a name, and nothing is left behind, whichever process dies
+# and when.
+
+_KEY = "memory"
+
+
+def publish_memfd(store: KeyValue, name: str, size: int) -> int:
+    """Make a segment of ``size`` bytes and offer it to the members of this host. The caller closes it once they have opened it.
+
+    Raises:
+        PlaneBroken: The system gives no memory or no descriptor.
+    """
+    unique = f"{name}-{secrets.token_hex(8)}"
+    try:
+        descriptor = create_memory(unique, size)
+    except OSError as error:
+        raise PlaneBroken(f"shared memory: no segment of {size} bytes could be made: {error}") from error
+    store.set(_KEY, f"{os.getpid()} {descriptor} {unique}".encode())
+    return descriptor
+
+
+def open_memfd(store: KeyValue, timeout: float) -> int:
+    """Open the segment that the first member of this host offers. The caller closes the descriptor.
+
+    Raises:
+        PlaneBroken: It can't be opened from here; the text names likely causes.
+        TimeoutError: Nothing was offered in time.
+    """
+    pid, number, unique = store.get(_KEY, timeout).decode().split()
+    path = f"/proc/{pid}/fd/{number}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise PlaneBroken(
+            f"shared memory: process {pid} has the segment of this host, but {path} can't be opened ({error}); ranks that "
+            "count as one host must run as one user and see each other's processes, else set HVDLAB_HOST differently, or HVDLAB_PLANE=gloo"
+        ) from error
+    # The kernel shows the name that a memfd was made with; only this one has the random name.
+    if unique not in os.readlink(f"/proc/self/fd/{descriptor}"):
+        os.close(descriptor)
+        raise PlaneBroken(
+            f"shared memory: {path} is not the segment that was offered; are ranks of different machines given the same "
+            "HVDLAB_HOST?"
+        )
+    return descriptor

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hvdlab.collectives.planes import registry, segment
+from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import (
     KeyValue,
     PhaseTimes,
@@ -20,6 +20,8 @@ from hvdlab.collectives.planes.base import (
     PlaneBroken,
     PlaneContext,
     ScopedStore,
+    open_memfd,
+    publish_memfd,
 )
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane
@@ -74,11 +76,9 @@ class SubgroupPlanes:
     def _segment(self, context: PlaneContext, deadline: Deadline) -> int:
         assert context.store is not None
         if context.index:
-            return segment.open_memfd(context.store, seconds_left(deadline))
+            return open_memfd(context.store, seconds_left(deadline))
         size = layout_from(context.options, context.size).size
-        return segment.publish_memfd(
-            context.store, f"hvdlab-{context.process_set}-{context.generation}", size
-        )
+        return publish_memfd(context.store, f"hvdlab-{context.process_set}-{context.generation}", size)
 
     def part(self, members: Sequence[int], index: int, scope: str) -> PlaneContext:
         """Return the context of a plane of some of the members; this member is ``members[index]``."""

@@ -13,7 +13,7 @@ from typing import Any
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.errors import ProtocolError
-from hvdlab.collectives.planes.links import planes_text
+from hvdlab.collectives.planes.base import planes_text
 from hvdlab.kernel_ext.rank import completion, output, status, sync, values
 from hvdlab.kernel_ext.rank.cell_executor import CellExecutor
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler

@@ -13,7 +13,7 @@ from typing import Any
 from hvdlab.bindings.framework_hooks import device_memory, loaded
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import PendingCollective
-from hvdlab.collectives.planes.links import THROUGH_HOST, Links
+from hvdlab.collectives.planes.base import THROUGH_HOST, Links
 from hvdlab.kernel_ext.rank.cell_source import label_of
 from hvdlab.kernel_ext.rank.errors import is_internal, is_ours
 from hvdlab.kernel_ext.wire.status import PendingNow, ServerNow, StackFrame, Status

@@ -11,12 +11,15 @@ import fcntl
 import os
 import signal
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hvdlab.collectives.planes.links import Links
 from hvdlab.kernel_ext.wire.channel import RankReply, RankRequest
+
+if TYPE_CHECKING:
+    # Only for the checker: the module brings numpy, which a notebook without a pool does not need.
+    from hvdlab.collectives.planes.base import Links
 
 
 class AskStatus(RankRequest, frozen=True):
@@ -79,7 +82,7 @@ class ServerNow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Status(RankReply, frozen=True):
     """Answer to AskStatus; made by the control thread, so it comes even while the rank is busy.
 
-    Memory in bytes; ``cpu`` in seconds of CPU time used so far; ``links`` as :data:`hvdlab.collectives.planes.links.Links`.
+    Memory in bytes; ``cpu`` in seconds of CPU time used so far; ``links`` as :data:`hvdlab.collectives.planes.base.Links`.
     """
 
     state: str

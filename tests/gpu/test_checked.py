@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from hvdlab.collectives.planes.base import THROUGH_HOST
 from hvdlab.collectives.planes.gpu import gpu_plane
-from hvdlab.collectives.planes.links import THROUGH_HOST
 from hvdlab.runner.check_gpus import ANSWER_WITHIN
 from support.ranks.resident import Ranks
 from support.real_gpu import choose_gpu, why_no_gpu

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hvdlab.collectives.planes.base import NVLINK, PCIE, SAME_GPU
 from hvdlab.collectives.planes.gpu.gpu_plane import gpus, links_between
-from hvdlab.collectives.planes.links import NVLINK, PCIE, SAME_GPU
 from support.ranks.resident import Ranks
 
 

@@ -27,8 +27,10 @@ import numpy as np
 
 from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.planes.base import (
+    THROUGH_HOST,
     Completion,
     KeyValue,
+    Links,
     PhaseTimes,
     Plane,
     PlaneAborted,
@@ -43,7 +45,6 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated,
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory, StagedPlane
-from hvdlab.collectives.planes.links import THROUGH_HOST, Links
 from hvdlab.collectives.types import SUM, DType, Reduction
 
 LOG = logging.getLogger("hvdlab")

@@ -19,10 +19,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from hvdlab.collectives import system
-from hvdlab.collectives.planes.base import Plane, PlaneAborted, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import (
+    NVLINK,
+    PCIE,
+    PEER,
+    SAME_GPU,
+    UNKNOWN,
+    Links,
+    Plane,
+    PlaneAborted,
+    PlaneBroken,
+    PlaneContext,
+)
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
-from hvdlab.collectives.planes.links import NVLINK, PCIE, PEER, SAME_GPU, UNKNOWN, Links
 from hvdlab.collectives.types import DType
 
 CUDA = "cuda"

@@ -8,8 +8,15 @@ import time
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hvdlab.collectives.planes import segment
-from hvdlab.collectives.planes.base import Completion, PhaseTimes, PlaneBroken, PlaneContext
+from hvdlab.collectives.planes.base import (
+    Completion,
+    Links,
+    PhaseTimes,
+    PlaneBroken,
+    PlaneContext,
+    open_memfd,
+    publish_memfd,
+)
 from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu.device import Device
 from hvdlab.collectives.planes.gpu.gpu_plane import GpuPlane, cuda_buffer, links_between
@@ -24,7 +31,6 @@ from hvdlab.collectives.planes.gpu.jobs import (
     GpuOperation,
     ReducescatterJobs,
 )
-from hvdlab.collectives.planes.links import Links
 from hvdlab.collectives.types import DType, Reduction
 
 
@@ -79,11 +85,9 @@ class CudaPlane(GpuPlane[IpcGroup]):
         assert me.store is not None
         size = GpuAnnouncementsLayout(me.size).size
         if me.index == 0:
-            descriptor = segment.publish_memfd(
-                me.store, f"hvdlab-cuda-{me.process_set}-{me.generation}", size
-            )
+            descriptor = publish_memfd(me.store, f"hvdlab-cuda-{me.process_set}-{me.generation}", size)
         else:
-            descriptor = segment.open_memfd(me.store, max(0.0, deadline - time.monotonic()))
+            descriptor = open_memfd(me.store, max(0.0, deadline - time.monotonic()))
         try:
             shared = mmap.mmap(descriptor, size)
             # The first member's descriptor stays open until all members have opened the memory by the descriptor's number.

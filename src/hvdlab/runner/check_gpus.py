@@ -29,10 +29,10 @@ from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind, HvdlabError, UnsupportedError
 from hvdlab.collectives.planes import registry
+from hvdlab.collectives.planes.base import links_text, planes_text
 from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, allocated, links_between
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory
-from hvdlab.collectives.planes.links import links_text, planes_text
 from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 
 FILE = "hvdlab-check-gpus.json"

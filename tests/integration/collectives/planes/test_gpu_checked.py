@@ -18,10 +18,9 @@ import pytest
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError
-from hvdlab.collectives.planes.base import PlaneContext
+from hvdlab.collectives.planes.base import THROUGH_HOST, PlaneContext
 from hvdlab.collectives.planes.gpu import checked_plane, gpu_plane
 from hvdlab.collectives.planes.gpu.nccl_library import NcclFailed
-from hvdlab.collectives.planes.links import THROUGH_HOST
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.system import HOST_VARIABLE
 from hvdlab.collectives.tracing.record_format import Members, encode

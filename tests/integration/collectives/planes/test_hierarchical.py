@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.planes import segment
-from hvdlab.collectives.planes.base import KeyValue, PlaneBroken
+from hvdlab.collectives.planes.base import KeyValue, PlaneBroken, open_memfd, publish_memfd
 from hvdlab.collectives.planes.hierarchical import GatherPlan, Topology
 from hvdlab.collectives.system import HOST_VARIABLE
 from support.ranks.resident import Ranks
@@ -84,8 +83,8 @@ def test_gathered_pieces_end_up_in_the_order_of_the_members(hosts: list[str], da
 
 def test_a_segment_is_opened_by_way_of_its_maker() -> None:
     store = OneStore()
-    made = segment.publish_memfd(store, "test", 8192)
-    opened = segment.open_memfd(store, 1.0)
+    made = publish_memfd(store, "test", 8192)
+    opened = open_memfd(store, 1.0)
     try:
         os.pwrite(made, b"hello", 4096)
         assert os.pread(opened, 5, 4096) == b"hello"
@@ -96,13 +95,13 @@ def test_a_segment_is_opened_by_way_of_its_maker() -> None:
 
 def test_another_file_under_the_number_is_refused() -> None:
     store = OneStore()
-    made = segment.publish_memfd(store, "test", 8192)
-    other = segment.publish_memfd(OneStore(), "other", 8192)
+    made = publish_memfd(store, "test", 8192)
+    other = publish_memfd(OneStore(), "other", 8192)
     pid, _, name = store.values["memory"].split()
     store.values["memory"] = b" ".join([pid, str(other).encode(), name])
     try:
         with pytest.raises(PlaneBroken, match="not the segment that was offered"):
-            segment.open_memfd(store, 1.0)
+            open_memfd(store, 1.0)
     finally:
         os.close(made)
         os.close(other)
@@ -110,9 +109,9 @@ def test_another_file_under_the_number_is_refused() -> None:
 
 def test_a_maker_that_is_gone_is_told() -> None:
     store = OneStore()
-    os.close(segment.publish_memfd(store, "test", 8192))
+    os.close(publish_memfd(store, "test", 8192))
     with pytest.raises(PlaneBroken, match="HVDLAB_HOST"):
-        segment.open_memfd(store, 1.0)
+        open_memfd(store, 1.0)
 
 
 # -- the engine's choice ------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from hvdlab.collectives.engine.rank_state import RankState
-from hvdlab.collectives.planes.gpu.gpu_plane import links_between
-from hvdlab.collectives.planes.links import (
+from hvdlab.collectives.planes.base import (
     NVLINK,
     PCIE,
     PEER,
@@ -20,6 +19,7 @@ from hvdlab.collectives.planes.links import (
     plane_text,
     planes_text,
 )
+from hvdlab.collectives.planes.gpu.gpu_plane import links_between
 from hvdlab.collectives.protocol import messages as m
 
 MINE, SECOND, THIRD, FOURTH = (uuid.UUID(int=number).hex for number in range(1, 5))

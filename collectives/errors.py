@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Self, cast
 
-from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.collectives.text import format_ranks, visible, visible_lines
 
 
 class HvdlabError(RuntimeError):
@@ -424,30 +424,3 @@ def shown_name(name: str) -> str:
     if unnamed is None:
         return name
     return f"tensor {unnamed[1]}" if unnamed[1] else ""
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``[0, 1, 2, 5]`` as ``ranks 0-2,5``, and one rank as ``rank 3``.
-
-    Args:
-        ranks: Ranks in ascending order.
-    """
-    ordered = sorted(set(ranks))
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    return "ranks " + compact_ranks(ordered)
-
-
-def compact_ranks(ranks: Sequence[int]) -> str:
-    """Return ``[0, 1, 2, 5]`` as ``0-2,5``.
-
-    Args:
-        ranks: Ranks in ascending order.
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)

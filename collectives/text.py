@@ -1,20 +1,22 @@
-"""Text that is shown: foreign text made harmless for terminals and logs, and call sites, the lines of the user's code.
+"""Text that is shown: foreign text made harmless for terminals and logs, call sites, ranks in words, and hvdlab's log.
 
 Names of tensors, hosts and cells, and all other text of peers and files, can hold escape sequences that a terminal obeys: they change its
 title, clear it, or hide earlier text. Line ends forge lines of a log, and controls of the direction of writing make a text read
 differently. Output of a user's own cells is not touched.
 
-In a call site, frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; the code that
+A call site is a line of the user's code: frames of hvdlab and of the frameworks are skipped. Cells are compiled under a file name of their own; the code that
 compiles them registers a label for it, so that a site reads ``cell [7] line 4``.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import CodeType, FrameType
+from typing import Any, TextIO
 
 _CONTROLS = re.compile(
     "["
@@ -145,3 +147,111 @@ def _describe(code: CodeType, instruction: int, line: int) -> str:
 def _in_words(filename: str, line: int) -> str:
     label = _labels.get(filename)
     return f"{label} line {line}" if label else f"{os.path.basename(filename)}:{line}"
+
+
+# -- ranks in words ----------------------------------------------------------------------------------------------------
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``[0, 1, 2, 5]`` as ``ranks 0-2,5``, and one rank as ``rank 3``.
+
+    Args:
+        ranks: Ranks in ascending order.
+    """
+    ordered = sorted(set(ranks))
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    return "ranks " + compact_ranks(ordered)
+
+
+def compact_ranks(ranks: Sequence[int]) -> str:
+    """Return ``[0, 1, 2, 5]`` as ``0-2,5``.
+
+    Args:
+        ranks: Ranks in ascending order.
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a},{b}" if b == a + 1 else f"{a}-{b}" for a, b in runs)
+
+
+# -- hvdlab's log ------------------------------------------------------------------------------------------------------
+
+
+#: The logger of all ranks' lines; applications configure it by this name.
+LOG = logging.getLogger("hvdlab")
+
+LONGEST_LINE = 4000
+"""Characters of a line for an operator at most: peers choose parts of some lines."""
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Handler that writes to the ``sys.stderr`` of the moment, since a notebook replaces it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # logging's own last resort does it like this
+        return sys.stderr
+
+
+class _Visible(logging.Formatter):
+    """Formatter that makes one line of each record, also with line ends in a peer's text; a traceback stands below it."""
+
+    def __init__(self, form: str, datefmt: str | None = None, longest: int | None = None) -> None:
+        super().__init__(form, datefmt)
+        self._longest = longest
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = visible(record.message, self._longest)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return visible_coloured(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return visible_coloured(super().formatStack(stack_info))
+
+
+def set_up_log(level: int, *, hide_time: bool) -> None:
+    """Write lines from ``level`` on to stderr, unless the application has configured logging itself.
+
+    A level that the application has given to the logger stands, unless the user asks for another than the default.
+    """
+    logging.addLevelName(5, "TRACE")
+    if level != logging.WARNING or LOG.level == logging.NOTSET:
+        LOG.setLevel(level)
+    if not LOG.hasHandlers():
+        handler = _Stderr()
+        time = "" if hide_time else "%(asctime)s "
+        handler.setFormatter(_Visible(f"{time}hvdlab %(levelname)s: %(message)s"))
+        LOG.addHandler(handler)
+
+
+def operator_log(process: str, *, level: int = logging.WARNING, journal: str = "") -> logging.Logger:
+    """Return the log of one of our processes, one visible line for each record.
+
+    Args:
+        process: The process's name, with which lines on stderr begin.
+        level: The level from which on lines go to stderr.
+        journal: A file that gets the lines of all levels with their times; empty for none. It can be moved or removed meanwhile.
+    """
+    # Not in the hierarchy, which an application's modules may configure.
+    log = logging.Logger(f"hvdlab {process}")  # noqa: LOG001
+    on_stderr = _Stderr()
+    on_stderr.setLevel(level)
+    on_stderr.setFormatter(_Visible(f"{log.name}: %(message)s", longest=LONGEST_LINE))
+    log.addHandler(on_stderr)
+    if journal:
+        # Imported only here: it needs modules that no coordinator has otherwise.
+        from logging.handlers import WatchedFileHandler
+
+        in_file = WatchedFileHandler(journal, encoding="utf-8", delay=True)
+        in_file.setFormatter(_Visible("%(asctime)s %(message)s", "%F %T", LONGEST_LINE))
+        log.addHandler(in_file)
+    return log

@@ -17,7 +17,8 @@ from IPython.core.inputtransformer2 import TransformerManager
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.collectives.text import format_ranks
 from hvdlab.magics.notebook_pool import NotebookPool, cell_number
 
 

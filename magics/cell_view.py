@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from IPython.core.displayhook import DisplayHook
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives.errors import format_ranks
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, label_html

@@ -17,7 +17,8 @@ from IPython.core.extensions import ExtensionManager
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.text import format_ranks
 from hvdlab.magics.arguments import give_body
 from hvdlab.magics.completion import RankCompleter
 from hvdlab.magics.debug_magics import DebugMagics, load_debugger, unload_debugger

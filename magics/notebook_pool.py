@@ -20,8 +20,8 @@ from IPython.core.error import UsageError
 from IPython.core.getipython import get_ipython
 from IPython.core.interactiveshell import InteractiveShell
 
-from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
-from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.text import compact_ranks, format_ranks, visible, visible_lines
 from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
 from hvdlab.magics.output_channels import FixedCellChannel, RunningCellChannel, in_notebook
 

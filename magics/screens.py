@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count
 from typing import Any, TextIO
 
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.kernel_ext.notebook.cells.results import label_html
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import line_magic, magics_class
 
-from hvdlab.collectives.errors import HvdlabError, format_ranks
-from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.text import format_ranks, visible, visible_lines
 from hvdlab.magics.arguments import (
     MagicParser,
     NotebookMagics,

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import LEAVES
 

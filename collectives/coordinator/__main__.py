@@ -26,7 +26,7 @@ from hvdlab.collectives.coordinator.process import (
 from hvdlab.collectives.coordinator.server import CoordinatorServer
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.failover.supervisor import Handover
-from hvdlab.collectives.logs import operator_log
+from hvdlab.collectives.text import operator_log
 
 
 def main() -> int:

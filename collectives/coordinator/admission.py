@@ -28,9 +28,10 @@ from hvdlab.collectives.coordinator.process_sets import (
     MemberChange,
     ProcessSets,
 )
-from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.text import format_ranks
 
 
 class WorldRestoration(Protocol):

@@ -14,7 +14,8 @@ from hvdlab.collectives.coordinator.membership import RankPeer
 from hvdlab.collectives.coordinator.point_to_point import lost_messages
 from hvdlab.collectives.coordinator.process_sets import Decisions, GenerationAbort, ProcessSetState
 from hvdlab.collectives.coordinator.signatures import NegotiationRound, kind_label
-from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
+from hvdlab.collectives.errors import CauseKind, call_name
+from hvdlab.collectives.text import format_ranks
 
 
 class RunningCells:

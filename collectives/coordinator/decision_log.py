@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import NamedTuple, Protocol
 
 from hvdlab.collectives.coordinator.events import Event, PeerConnected, PeerLost, Received
-from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol.messages import Decision, Recall, Resume, StoryRequest
+from hvdlab.collectives.text import format_ranks
 
 KEPT = 1024
 """Entries that are kept. One has some hundred bytes, so that all of them need less than a megabyte."""

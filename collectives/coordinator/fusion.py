@@ -22,8 +22,9 @@ from hvdlab.collectives.coordinator.process_sets import (
     ProcessSetState,
 )
 from hvdlab.collectives.coordinator.signatures import FuseKey, NegotiationRound
-from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol.messages import Batch, Execute, Signature, Tune
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import OpKind
 
 

@@ -31,7 +31,7 @@ from hvdlab.collectives.coordinator.signatures import (
     kind_label,
     parties_of,
 )
-from hvdlab.collectives.errors import CauseKind, call_name, format_ranks
+from hvdlab.collectives.errors import CauseKind, call_name
 from hvdlab.collectives.protocol.messages import (
     AbortedCollective,
     Cancelled,
@@ -42,6 +42,7 @@ from hvdlab.collectives.protocol.messages import (
     RejectDuplicate,
     Signature,
 )
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import OpKind, ReduceOp
 
 SITES_LIMIT = 4096

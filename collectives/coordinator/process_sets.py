@@ -25,7 +25,7 @@ from hvdlab.collectives.coordinator.plane_selection import (
     without_memory,
 )
 from hvdlab.collectives.coordinator.signatures import NegotiationRound, describe
-from hvdlab.collectives.errors import CauseKind, format_ranks
+from hvdlab.collectives.errors import CauseKind
 from hvdlab.collectives.protocol.messages import (
     Abort,
     AbortedCollective,
@@ -45,6 +45,7 @@ from hvdlab.collectives.protocol.messages import (
     StoreValue,
     Withdraw,
 )
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import OpKind
 
 WORLD = 0

@@ -40,7 +40,6 @@ from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.event_loop import NEVER, READ, WRITE
-from hvdlab.collectives.logs import operator_log
 from hvdlab.collectives.protocol.codec import decode_hello, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost
 from hvdlab.collectives.protocol.member_lists import SHORTENED, SentMembers
@@ -53,6 +52,7 @@ from hvdlab.collectives.protocol.messages import (
     Refused,
 )
 from hvdlab.collectives.system import create_memory, require_own_peer
+from hvdlab.collectives.text import operator_log
 
 _ACCEPT_AGAIN = 0.2
 """Seconds until the server accepts again after it had no descriptor or no place left for a new connection."""

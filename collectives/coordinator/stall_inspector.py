@@ -22,9 +22,10 @@ from hvdlab.collectives.coordinator.process_sets import (
     ProcessSetState,
 )
 from hvdlab.collectives.coordinator.signatures import LocalDefinition, NegotiationRound, kind_label
-from hvdlab.collectives.errors import CauseKind, call_name, compact_ranks, format_ranks
+from hvdlab.collectives.errors import CauseKind, call_name
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import AbortedCollective, Stalled
+from hvdlab.collectives.text import compact_ranks, format_ranks
 from hvdlab.collectives.types import OpKind
 
 ANSWER_WITHIN = 1.0

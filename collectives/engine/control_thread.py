@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from hvdlab.collectives import logs
 from hvdlab.collectives.engine.entries import (
     AbortPlane,
     ClosePlanes,
@@ -38,7 +37,7 @@ from hvdlab.collectives.engine.process_set_view import BoardMember, SetState, de
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.engine.span_log import SpanLog
-from hvdlab.collectives.engine.world_view import WorldView
+from hvdlab.collectives.engine.world_view import WorldView, log_abort, log_generation, log_loss
 from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
 from hvdlab.collectives.planes.base import (
     KeyValue,
@@ -372,7 +371,7 @@ class ControlHandlers:
         if self.perform(effects):
             self._executor.wake()
         if isinstance(message, m.Configure):
-            logs.configured(self._locked.state.rank, message)
+            log_generation(self._locked.state.rank, message)
             planes = planes_text((message.plane, *message.device_planes.values()), {})
             self._spans.members(message.process_set, message.generation, len(message.members), planes)
             if message.process_set == 0:
@@ -382,7 +381,7 @@ class ControlHandlers:
         elif isinstance(message, m.Regrouped):
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
-            logs.aborted(self._locked.state.rank, message)
+            log_abort(self._locked.state.rank, message)
             # The orderly removal of a set ends its generation by an abort as well. Where nothing was pending nothing has failed.
             removed = message.kind == CauseKind.MEMBERSHIP.value and not message.ranks
             if message.pending or not removed:
@@ -601,7 +600,7 @@ class ControlHandlers:
             f"the coordinator is gone ({reason}), and what was in flight is lost with it; if another takes its place, "
             "the group goes on in a moment: run this again then"
         )
-        logs.lost(self._locked.state.rank, text)
+        log_loss(self._locked.state.rank, text)
         effects = self._locked.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self._tickets.abort()
         self.perform(effects)
@@ -635,7 +634,7 @@ class ControlHandlers:
         )
 
     def _end(self, text: str) -> None:
-        logs.lost(self._locked.state.rank, text)
+        log_loss(self._locked.state.rank, text)
         self.fail_pending(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self.world.lost(text)
         self.callbacks.leave(m.Leave(text))

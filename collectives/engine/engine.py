@@ -9,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from hvdlab.collectives import logs
 from hvdlab.collectives.engine.control_thread import Control, ControlHandlers
 from hvdlab.collectives.engine.coordinator_bypass import CoordinatorBypass
 from hvdlab.collectives.engine.entries import EXECUTING, BoardEntry, CompletionHooks, Handle
@@ -33,7 +32,7 @@ from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect, own_versions
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import HostPosition, bind_threads, host_key, host_position
-from hvdlab.collectives.text import call_site
+from hvdlab.collectives.text import call_site, set_up_log
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
 
@@ -121,7 +120,7 @@ class Engine:
         """
         if settings.coordinator is None:
             raise NotInitializedError("HVDLAB_COORDINATOR")
-        logs.set_up(settings.log_level, hide_time=settings.log_hide_time)
+        set_up_log(settings.log_level, hide_time=settings.log_hide_time)
         hello = introduction(settings, settings.rank)
         deadline = Deadline(settings.start_timeout if timeout is None else timeout)
         endpoint, welcome = connect(

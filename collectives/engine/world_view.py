@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from hvdlab.collectives.engine.locked_state import LockedState
 from hvdlab.collectives.engine.rank_state import RankState
-from hvdlab.collectives.errors import ReleasedError, StartError, format_ranks
+from hvdlab.collectives.errors import ReleasedError, StartError
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.text import LOG, compact_ranks, format_ranks, visible
 
 
 class WorldView:
@@ -290,3 +292,45 @@ class ElasticMembership:
 
         self._world.watchers.append(watcher)
         return lambda: self._world.watchers.remove(watcher)
+
+
+# -- log ---------------------------------------------------------------------------------------------------------------
+
+
+def log_generation(rank: int, message: m.Configure) -> None:
+    """Log the new generation of a process set."""
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    ranks = compact_ranks([member.rank for member in message.members])
+    LOG.info(
+        "rank %d: %s, generation %d: ranks %s, plane %s",
+        rank,
+        _set_in_words(message.process_set),
+        message.generation,
+        ranks,
+        visible(message.plane),
+    )
+    note = message.options.get("note")
+    if note:
+        LOG.info("rank %d: %s", rank, visible(note))
+
+
+def log_abort(rank: int, message: m.Abort) -> None:
+    """Log the end of a generation; calls that wait for its collectives raise an error with the same text."""
+    LOG.info(
+        "rank %d: %s, generation %d ended (%s): %s",
+        rank,
+        _set_in_words(message.process_set),
+        message.generation,
+        visible(message.kind),
+        visible(message.text),
+    )
+
+
+def log_loss(rank: int, reason: str) -> None:
+    """Log the loss of the coordinator; every collective that waits, or is submitted later, raises an error with this reason."""
+    LOG.info("rank %d: %s", rank, visible(reason))
+
+
+def _set_in_words(process_set: int) -> str:
+    return f"process set {process_set}" if process_set else "world"

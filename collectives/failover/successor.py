@@ -13,8 +13,8 @@ from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionK
 from hvdlab.collectives.coordinator.events import Log, Send
 from hvdlab.collectives.coordinator.membership import MembershipTable, RankPeer
 from hvdlab.collectives.coordinator.process_sets import Decisions, ProcessSets
-from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.text import format_ranks
 
 GENERATIONS = 1 << 20
 """Distance between the first generations of two incarnations of the coordinator: more than one incarnation ever has."""

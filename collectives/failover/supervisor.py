@@ -19,8 +19,8 @@ import msgspec
 
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.system import require_own_peer
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import RestartLimit
 
 _POLL = 1.0

@@ -18,12 +18,12 @@ from hvdlab.collectives.errors import (
     KVStoreError,
     MismatchError,
     UnsupportedError,
-    format_ranks,
 )
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.planes.buffers import dtype_of
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import PLAIN, SUM, DType, OpKind, ReduceOp
 
 _TEXT_BYTES = 2048  # all workers broadcast as many, since they don't know the text's length

@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from hvdlab.collectives.errors import compact_ranks
 from hvdlab.collectives.planes.buffers import Buffer, Tensor
 from hvdlab.collectives.system import create_memory
+from hvdlab.collectives.text import compact_ranks
 from hvdlab.collectives.types import DType, Reduction
 
 

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.host import HostPlane, Staging
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdlab.collectives.errors import ProtocolError, format_ranks, shown_name
+from hvdlab.collectives.errors import ProtocolError, shown_name
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.tracing.collective_matching import Generations, Numbering, collective_arrivals
 from hvdlab.collectives.tracing.columns import (
     FAILED,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, compact_ranks, format_ranks
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.collectives.text import compact_ranks, format_ranks, visible
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.kernel_ext.wire.values import rough_size

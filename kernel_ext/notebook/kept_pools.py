@@ -25,10 +25,11 @@ import msgspec
 from hvdlab._version import __version__
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, Listeners
-from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.failover.supervisor import server_of, take_over
 from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.collectives.system import host_key, process_state
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.notebook.cells.cell_events import DeadlineReached, PoolNews

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.client import Client
-from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
+from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.failures import Failures
+from hvdlab.collectives.text import compact_ranks, format_ranks
 from hvdlab.collectives.types import LEAVES, Membership
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks

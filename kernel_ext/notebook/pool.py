@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.decision_log import line_of
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.protocol.messages import Decision
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import LEAVES
 from hvdlab.kernel_ext.notebook import assembly

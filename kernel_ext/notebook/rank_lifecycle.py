@@ -13,9 +13,10 @@ from typing import Protocol
 import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
-from hvdlab.collectives.errors import StartError, format_ranks
+from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.settings import sizes
 from hvdlab.collectives.system import host_key
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.output.stack_text import last_lines
 from hvdlab.kernel_ext.notebook.rank_states import (

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from hvdlab.collectives.errors import InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.system import process_state
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
 from hvdlab.kernel_ext.notebook.output.stack_text import called, short_path

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from IPython.core.error import StdinNotImplementedError
 
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.text import format_ranks
 from hvdlab.kernel_ext.wire.cells import AT_AN_END, DEBUGGER, PASSWORD, PromptReply, PromptRequest
 
 _TO_SOME = re.compile(r"\s*(all|\d+(?:-\d+)?(?:\s*,\s*\d+(?:-\d+)?)*)\s*:\s?(.*)\Z", re.DOTALL)

@@ -22,9 +22,9 @@ from hvdlab.collectives.coordinator.liveness import Liveness
 from hvdlab.collectives.coordinator.process import ServerOptions
 from hvdlab.collectives.engine.entries import Entry
 from hvdlab.collectives.engine.requests import CompletionHook, Request
-from hvdlab.collectives.logs import operator_log
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.text import operator_log
 from hvdlab.torch.c10d.launch_ring import (
     COLLECTIVES,
     SENT,

@@ -28,7 +28,6 @@ from hvdlab.collectives.kvstore.servers.memory import PAGE, SharedFile
 from hvdlab.collectives.kvstore.servers.spans import RequestSpan, ServerClock
 from hvdlab.collectives.kvstore.servers.starting import SOCKET, ServerAddress, ServerStarter
 from hvdlab.collectives.kvstore.servers.state import TRANSFER_BYTES
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.endpoint import (
     LOST,
     ConnectionLost,
@@ -39,6 +38,7 @@ from hvdlab.collectives.protocol.endpoint import (
 from hvdlab.collectives.protocol.handshake import TlsAddress, parse_address
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.system import process_state, require_own_peer
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 
 RECOVER_WITHIN = 120.0

@@ -46,13 +46,13 @@ from hvdlab.collectives.kvstore.servers.state import (
     WorkerDied,
     WorkerDisconnected,
 )
-from hvdlab.collectives.logs import operator_log
 from hvdlab.collectives.protocol import messages as jobs
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, HELLO_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint, server_context
 from hvdlab.collectives.protocol.handshake import NobodyThereError, RefusedError
 from hvdlab.collectives.protocol.messages import Message
 from hvdlab.collectives.system import name_process, require_own_peer
+from hvdlab.collectives.text import operator_log
 from hvdlab.collectives.time_limits import Deadline
 
 STRANGERS = 256

@@ -21,11 +21,11 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.protocol.endpoint import new_certificate
 from hvdlab.collectives.protocol.handshake import TlsAddress, UnixAddress, parse_address
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import host_key, require_own_peer
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 
 SOCKET, LOCK, SETTINGS = "socket", "lock", "launch.json"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, KVStoreError, ProtocolError
 from hvdlab.collectives.kvstore.arrays import Array, RowSparse
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.optimizer_state import OptimizerSpec
@@ -34,6 +34,7 @@ from hvdlab.collectives.kvstore.servers.memory import (
     element_type,
 )
 from hvdlab.collectives.protocol.messages import Message
+from hvdlab.collectives.text import format_ranks
 
 AWAY_SECONDS = 10.0
 """Seconds that a worker whose connection has ended may take to come back before it counts as dead; the coordinator usually reports earlier."""

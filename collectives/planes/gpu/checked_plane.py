@@ -25,7 +25,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from hvdlab.collectives.errors import format_ranks
 from hvdlab.collectives.planes.base import (
     THROUGH_HOST,
     Completion,
@@ -45,6 +44,7 @@ from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated,
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.planes.gpu.nccl_plane import NcclPlane
 from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory, StagedPlane
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import SUM, DType, Reduction
 
 LOG = logging.getLogger("hvdlab")

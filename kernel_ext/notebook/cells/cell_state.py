@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import singledispatchmethod
 
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.text import format_ranks
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AtPrompts,
     CollectiveStalled,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, overload
 
-from hvdlab.collectives.errors import compact_ranks, format_ranks
-from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.collectives.text import compact_ranks, format_ranks, visible, visible_lines
 from hvdlab.kernel_ext.notebook.elastic import UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.stack_text import crash_lines
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Display

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from hvdlab.collectives.coordinator.signatures import kind_label
-from hvdlab.collectives.errors import call_name, format_ranks
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.errors import call_name
+from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.collectives.types import Stall
 from hvdlab.kernel_ext.notebook.cells.cell_events import AskStacks, Effect, LookAt, ShowStatus
 from hvdlab.kernel_ext.notebook.output.stack_text import collective_of, grouped, short_place, waits_in

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import TypeVar
 
-from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
-from hvdlab.collectives.text import visible, visible_coloured
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.text import compact_ranks, format_ranks, visible, visible_coloured
 from hvdlab.kernel_ext.notebook.cells.results import CellResults, RootCause, one_line
 from hvdlab.kernel_ext.notebook.elastic import why_unknown
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import msgspec
 
-from hvdlab.collectives.errors import compact_ranks
+from hvdlab.collectives.text import compact_ranks
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink

@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
-from hvdlab.collectives.errors import call_name, format_ranks
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.errors import call_name
+from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.kernel_ext.wire.status import PendingNow, Stack, StackFrame
 
 LONGEST_TEXT = 80

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from hvdlab.collectives.errors import HvdlabError, compact_ranks, format_ranks
+from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.fingerprint import SIZE, differing
-from hvdlab.collectives.text import visible_lines
+from hvdlab.collectives.text import compact_ranks, format_ranks, visible_lines
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.variables.overview import Cell, TextTable

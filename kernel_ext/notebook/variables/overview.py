@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, SupportsIndex, overload
 
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, compact_ranks, format_ranks
-from hvdlab.collectives.text import visible, visible_lines
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.collectives.text import compact_ranks, format_ranks, visible, visible_lines
 from hvdlab.kernel_ext.notebook.cells.results import in_output
 from hvdlab.kernel_ext.wire.compare import Tensor, Tensors, Variable, Variables, VariableView
 from hvdlab.kernel_ext.wire.status import UserNames

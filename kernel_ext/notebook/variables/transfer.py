@@ -14,7 +14,8 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # no stubs
 
-from hvdlab.collectives.errors import HvdlabError, format_ranks
+from hvdlab.collectives.errors import HvdlabError
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.results import ImportDisplay, ValueUnpickler
 from hvdlab.kernel_ext.notebook.requests import RankRequests

@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from hvdlab.bindings.adapter import Memory
 from hvdlab.collectives.engine.requests import CompletionHook, Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.buffers import Tensor
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 
 T = TypeVar("T")

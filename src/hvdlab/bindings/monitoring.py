@@ -14,11 +14,11 @@ from typing import Any, Never, Self
 
 from hvdlab.bindings.objects import allgather_object
 from hvdlab.collectives import context
-from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, format_ranks
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.collectives.fingerprint import fingerprint, threads_for
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet
-from hvdlab.collectives.text import visible
+from hvdlab.collectives.text import format_ranks, visible
 
 DIVERGENCE_WATCH = "_hvdlab_divergence"
 """The attribute of a model that has its :class:`DivergenceWatch`."""

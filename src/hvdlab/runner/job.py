@@ -19,10 +19,11 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.errors import InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.failover.client_reconnect import ClientRecovery
 from hvdlab.collectives.failures import UNCAUGHT_TOPIC, Uncaught
 from hvdlab.collectives.settings import WorldEnvironment, free_port
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import RestartLimit
 from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_discovery import (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol, TextIO
 
-from hvdlab.collectives.errors import InvalidRequestError, call_name, format_ranks
-from hvdlab.collectives.text import visible, visible_coloured
+from hvdlab.collectives.errors import InvalidRequestError, call_name
+from hvdlab.collectives.text import format_ranks, visible, visible_coloured
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.collectives.types import OpKind, Stall
 from hvdlab.launch.host_agent.rank_process import STDERR, STDOUT

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.text import format_ranks
 from hvdlab.launch.hosts import LOCALHOST
 from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner import events as e

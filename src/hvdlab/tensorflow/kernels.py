@@ -37,9 +37,9 @@ from hvdlab.collectives import context as core
 from hvdlab.collectives.context import own_number, shown_number
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.logs import LOG
 from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.process_sets import check_id
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 from hvdlab.tensorflow import interrupts
 from hvdlab.tensorflow.errors import to_status

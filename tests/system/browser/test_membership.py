@@ -16,7 +16,7 @@ pytest.importorskip("playwright.sync_api")
 
 from playwright.sync_api import Locator
 
-from hvdlab.collectives.errors import format_ranks
+from hvdlab.collectives.text import format_ranks
 from support.jupyter.chromium import CHROMIUM, page_errors
 from support.jupyter.lab_page import LabPage, lab_page
 

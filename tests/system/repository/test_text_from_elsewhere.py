@@ -21,6 +21,7 @@ import torch
 
 from hvdlab.bindings.monitoring import DivergenceError
 from hvdlab.collectives.coordinator.connections import RejectionLog
+from hvdlab.collectives.engine.world_view import log_abort
 from hvdlab.collectives.errors import (
     AbortedError,
     Cause,
@@ -36,8 +37,8 @@ from hvdlab.collectives.errors import (
     ProtocolError,
 )
 from hvdlab.collectives.failures import Failure
-from hvdlab.collectives.logs import aborted, operator_log, set_up
 from hvdlab.collectives.protocol.messages import Abort
+from hvdlab.collectives.text import operator_log, set_up_log
 from hvdlab.collectives.tracing import check, rank_activity
 from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
@@ -258,8 +259,8 @@ def logged_by_ranks(name: str) -> str:
         with pytest.MonkeyPatch.context() as patch:
             written = io.StringIO()
             patch.setattr(sys, "stderr", written)
-            set_up(logging.INFO, hide_time=True)
-            aborted(0, Abort(0, 1, name, (1,), name, name))
+            set_up_log(logging.INFO, hide_time=True)
+            log_abort(0, Abort(0, 1, name, (1,), name, name))
             log.error("a peer said %s", name)
             lines = written.getvalue().splitlines()
             assert len(lines) == 2

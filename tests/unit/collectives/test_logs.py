@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.logs import operator_log
+from hvdlab.collectives.text import operator_log
 
 
 @pytest.mark.parametrize(

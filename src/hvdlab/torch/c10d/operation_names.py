@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from hvdlab.collectives.errors import AbortedError, MismatchError, compact_ranks
+from hvdlab.collectives.errors import AbortedError, MismatchError
+from hvdlab.collectives.text import compact_ranks
 
 _UNNAMED = ("", "undefined")
 _PARAM_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"

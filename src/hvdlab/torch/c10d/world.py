@@ -16,12 +16,18 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import AbortedError, HvdlabError, InvalidRequestError, StartError, format_ranks
+from hvdlab.collectives.errors import (
+    AbortedError,
+    HvdlabError,
+    InvalidRequestError,
+    StartError,
+)
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, host_backend, require_long_token
 from hvdlab.collectives.rendezvous.launchers import detect
 from hvdlab.collectives.settings import Settings
 from hvdlab.collectives.system import host_key
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import OpKind
 from hvdlab.torch.c10d.call_history import Histories, OptimizerSteps

@@ -15,7 +15,7 @@ from hvdlab import kvstore
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.kvstore.servers import starting
-from hvdlab.collectives.logs import LOG
+from hvdlab.collectives.text import LOG
 from support.interrupting import press_ctrl_c, when_this_thread_waits
 from support.ranks.resident import Ranks
 

@@ -14,7 +14,7 @@ import pytest
 from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.kvstore.servers import connection as links
-from hvdlab.collectives.logs import LOG
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kvstore import KVStoreError
 from support.ranks.resident import Ranks

@@ -1,9 +1,10 @@
-"""Joining and leaving the world, a rank's place in it, and the abilities of this installation: alike in all frameworks."""
+"""Joining and leaving the world, a rank's place in it, breakpoints, and the abilities of this installation: alike in all frameworks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from hvdlab.collectives import context
@@ -274,3 +275,45 @@ def ddl_built() -> bool:
 def ccl_built() -> bool:
     """Return false: Intel's oneCCL is not supported."""
     return False
+
+
+# -- the debugger ------------------------------------------------------------------------------------------------------
+
+
+def breakpoint(
+    ranks: int | Collection[int] | None = None,
+    when: object = None,
+    *,
+    header: str | None = None,
+) -> None:
+    """Stop in the debugger, as the built-in ``breakpoint()`` does, on some ranks only or when something holds.
+
+    In a rank of a pool the debugger's prompt comes in the notebook, and no clock of a stall runs meanwhile. The other ranks go on
+    until they wait for this one.
+
+    Args:
+        ranks: Ranks to stop on, one or several; by default every rank. A process that is not initialized is rank 0.
+        when: Stop only if this is true; if it is a function, it is called without arguments, on these ranks only.
+        header: Text that the debugger shows when it stops.
+    """
+    if ranks is not None and _own_rank() not in ({ranks} if isinstance(ranks, int) else ranks):
+        return
+    if when is not None and not (when() if callable(when) else when):
+        return
+    hook: Callable[..., Any] = sys.breakpointhook
+    if hook is sys.__breakpointhook__ and os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):
+        import pdb  # noqa: PLC0415, T100  # only here: its import takes longer than all others of this module
+
+        debugger = pdb.Pdb()
+        if header is not None:
+            debugger.message(header)
+        # In the caller's frame: the user's own line, not this one.
+        debugger.set_trace(sys._getframe(1))
+    elif header is not None and hook is not sys.__breakpointhook__:
+        hook(header=header)
+    else:
+        hook()
+
+
+def _own_rank() -> int:
+    return context.engine().rank if context.is_initialized() else 0

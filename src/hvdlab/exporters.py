@@ -14,7 +14,6 @@ Example:
 
 from __future__ import annotations
 
-from hvdlab.collectives.metrics.export import Export, Exporter, Point
-from hvdlab.collectives.metrics.exporters import JsonLines, MLflow, TensorBoard, WandB
+from hvdlab.collectives.metrics.export import Export, Exporter, JsonLines, MLflow, Point, TensorBoard, WandB
 
 __all__ = ["Export", "Exporter", "JsonLines", "MLflow", "Point", "TensorBoard", "WandB"]

@@ -21,6 +21,9 @@ from __future__ import annotations
 from hvdlab.bindings import arguments
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.bindings.monitoring import DivergenceError
+
+# Not in __all__: `from hvdlab.tensorflow import *` would hide Python's built-in breakpoint().
+from hvdlab.collectives.basics import breakpoint as breakpoint
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.metrics.rank_metrics import export, metric
 from hvdlab.collectives.process_sets import (
@@ -29,9 +32,6 @@ from hvdlab.collectives.process_sets import (
     global_process_set,
     remove_process_set,
 )
-
-# Not in __all__: `from hvdlab.tensorflow import *` would hide Python's built-in breakpoint().
-from hvdlab.collectives.stopping import breakpoint as breakpoint
 from hvdlab.horovod.common.util import (
     check_extension,
     get_average_backwards_compatibility_fun,

@@ -184,7 +184,7 @@ def test_what_failed_is_looked_at_afterwards_in_the_rank_that_failed_first(kerne
 
 def test_conditional_breakpoints_stop_where_they_are_to(kernel: PromptingKernel) -> None:
     cell, prompts = kernel.dialogue(
-        "%%hvd_run\nfrom hvdlab.collectives.stopping import breakpoint as stop\n"
+        "%%hvd_run\nfrom hvdlab.collectives.basics import breakpoint as stop\n"
         "def f():\n    for i in range(4):\n        stop(ranks=[2], when=lambda: i == 3)\n        done = i\n    return done\nf()",
         "p i, rank",
         "c",

@@ -15,8 +15,14 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
-from hvdlab.collectives.metrics.export import BATCHES_HELD, MOST_AT_ONCE, Export, Point, PointReader
-from hvdlab.collectives.metrics.exporters import JsonLines
+from hvdlab.collectives.metrics.export import (
+    BATCHES_HELD,
+    MOST_AT_ONCE,
+    Export,
+    JsonLines,
+    Point,
+    PointReader,
+)
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, ClockSample, Metric, clock_domain, encode
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks

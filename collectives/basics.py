@@ -302,7 +302,7 @@ def breakpoint(
         return
     hook: Callable[..., Any] = sys.breakpointhook
     if hook is sys.__breakpointhook__ and os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace"):
-        import pdb  # noqa: PLC0415, T100  # only here: its import takes longer than all others of this module
+        import pdb  # noqa: T100  # only here: its import takes longer than all others of this module
 
         debugger = pdb.Pdb()
         if header is not None:

@@ -26,7 +26,7 @@ from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.buffers import HOST
-from hvdlab.collectives.planes.subgroups import PeerPlanes
+from hvdlab.collectives.planes.registry import PeerPlanes
 from hvdlab.collectives.reduce import FoldScratch
 from hvdlab.collectives.types import OpKind
 

@@ -32,7 +32,7 @@ from hvdlab.collectives.planes.buffers import (
     storage_type,
 )
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.subgroups import PeerPlanes
+from hvdlab.collectives.planes.registry import PeerPlanes
 from hvdlab.collectives.reduce import (
     UFUNCS,
     FoldScratch,

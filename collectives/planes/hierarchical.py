@@ -47,8 +47,8 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.buffers import HostArray, storage_type
 from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
+from hvdlab.collectives.planes.registry import SubgroupPlanes
 from hvdlab.collectives.planes.shm.layout import slice_bounds
-from hvdlab.collectives.planes.subgroups import SubgroupPlanes
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import DType, Reduction
 

@@ -20,7 +20,7 @@ from hvdlab.collectives.planes.buffers import Buffer, HostArray, storage_type
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated, cuda_buffer
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.subgroups import SubgroupPlanes
+from hvdlab.collectives.planes.registry import SubgroupPlanes
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import DType, Reduction
 

@@ -14,7 +14,7 @@ from hvdlab.collectives.engine.operations import allreduce_adasum, allreduce_wid
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
 from hvdlab.collectives.planes.buffers import storage_type
 from hvdlab.collectives.planes.host import HostPlane
-from hvdlab.collectives.planes.subgroups import PeerPlanes
+from hvdlab.collectives.planes.registry import PeerPlanes
 from hvdlab.collectives.reduce import needs_width
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 

@@ -33,8 +33,7 @@ from hvdlab.collectives.errors import (
     ReleasedError,
     StartError,
 )
-from hvdlab.collectives.settings import TOKEN, Settings
-from hvdlab.collectives.variables import CONSECUTIVE
+from hvdlab.collectives.settings import CONSECUTIVE, TOKEN, Settings
 
 if TYPE_CHECKING:
     from hvdlab.collectives.coordinator.process import CoordinatorProcess

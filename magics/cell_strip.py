@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.failures import Failures
+from hvdlab.collectives.settings import read_variables
 from hvdlab.collectives.time_limits import Clock
-from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.magics.output_channels import FixedCellChannel, LineTracking

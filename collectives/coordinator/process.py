@@ -30,9 +30,9 @@ import msgspec
 from hvdlab.collectives.autotune import TuningOptions
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.handshake import UNIX_PATH_LIMIT, TlsAddress, UnixAddress
+from hvdlab.collectives.settings import Reader, for_reader
 from hvdlab.collectives.system import process_state
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.variables import Reader, for_reader
 
 FUSION_THRESHOLD = 64 * 1024 * 1024
 """Bytes of tensors that are fused into one operation at most (a tensor that alone is larger is not split)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvdlab.collectives.variables import VARIABLES, Reader
+from hvdlab.collectives.settings import VARIABLES, Reader
 
 PAGE = Path(__file__).with_name("settings.md")
 EFFECTIVE = "variables"

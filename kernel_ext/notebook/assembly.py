@@ -20,10 +20,9 @@ from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch, CoordinatorProcess, settings_from
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError, StartError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.settings import WorldEnvironment, free_port
+from hvdlab.collectives.settings import ABSENT_PLANES, PLANES, WorldEnvironment, free_port
 from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.variables import ABSENT_PLANES, PLANES
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME, decode_left
 from hvdlab.kernel_ext.notebook import kept_pools
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher

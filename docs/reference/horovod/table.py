@@ -306,8 +306,7 @@ def look_at_option(names: Iterable[str]) -> Seen:
 
 def look_at_variable(name: str, default: str) -> Seen:
     """Compare a variable with those that hvdlab declares."""
-    from hvdlab.collectives.settings import sizes
-    from hvdlab.collectives.variables import VARIABLES, Reader
+    from hvdlab.collectives.settings import VARIABLES, Reader, sizes
 
     variable = next((variable for variable in VARIABLES if variable.name == name), None)
     if variable is None and name in sizes(0, 1):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvdlab.collectives.settings import read_variables
 from hvdlab.collectives.text import format_ranks
-from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, OutputSink
 from hvdlab.kernel_ext.notebook.output.merge import lasting, shown_lines

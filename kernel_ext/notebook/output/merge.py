@@ -26,9 +26,9 @@ from typing import Protocol
 
 import msgspec
 
+from hvdlab.collectives.settings import read_variables
 from hvdlab.collectives.text import compact_ranks
 from hvdlab.collectives.time_limits import Clock
-from hvdlab.collectives.variables import read_variables
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
 

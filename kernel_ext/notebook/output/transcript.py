@@ -27,7 +27,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from hvdlab.collectives.variables import read_variables
+from hvdlab.collectives.settings import read_variables
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, NullSink, OutputSink, Sinks, each_sink
 from hvdlab.kernel_ext.notebook.output.error_report import report

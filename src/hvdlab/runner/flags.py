@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from hvdlab.collectives.variables import VARIABLES, Reader
+from hvdlab.collectives.settings import VARIABLES, Reader
 
 LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 MEBIBYTE = 1 << 20

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.variables import CONSECUTIVE, Reader, for_reader
+from hvdlab.collectives.settings import CONSECUTIVE, Reader, for_reader
 from hvdlab.launch import options, registry
 from hvdlab.launch.command import PythonCommand
 from hvdlab.launch.host_discovery import COOLDOWN, HostSource

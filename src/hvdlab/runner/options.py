@@ -14,8 +14,7 @@ from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.settings import Settings
-from hvdlab.collectives.variables import read_variables
+from hvdlab.collectives.settings import Settings, read_variables
 from hvdlab.launch.host_discovery import COOLDOWN, FixedHosts, HostSource, as_host_source, check_cooldown
 from hvdlab.launch.hosts import LOCALHOST, Host, parse_hosts, read_hostfile
 from hvdlab.launch.options import split

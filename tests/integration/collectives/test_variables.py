@@ -10,8 +10,7 @@ import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.settings import Settings
-from hvdlab.collectives.variables import VARIABLES, EnvironmentVariable, Reader, read_variables
+from hvdlab.collectives.settings import VARIABLES, EnvironmentVariable, Reader, Settings, read_variables
 from support.page_scripts import load_script
 
 SCRIPT = Path(__file__).parents[3] / "docs/reference/settings_table.py"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.variables import VARIABLES
+from hvdlab.collectives.settings import VARIABLES
 from hvdlab.runner.flags import FLAGS
 from support.ranks.program import printed
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlab.collectives.variables import CONSECUTIVE
+from hvdlab.collectives.settings import CONSECUTIVE
 from support.effort import examples
 from support.simulation.joint_elastic import ACTIONS, ElasticSchedule, Process, run_elastic_seed
 from support.simulation.joint_schedules import soak

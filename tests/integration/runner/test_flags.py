@@ -11,7 +11,7 @@ import yaml
 
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.protocol.messages import MOST_RANKS
-from hvdlab.collectives.variables import VARIABLES
+from hvdlab.collectives.settings import VARIABLES
 from hvdlab.launch.command import exported
 from hvdlab.launch.hosts import Host, assign, is_local, parse_hosts, read_hostfile
 from hvdlab.runner.cli import parse

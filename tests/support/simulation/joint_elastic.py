@@ -31,8 +31,8 @@ from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, HvdlabError, ReleasedError, StartError
 from hvdlab.collectives.failover.successor import GENERATIONS
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.settings import CONSECUTIVE
 from hvdlab.collectives.types import Membership, OpKind, ReduceOp
-from hvdlab.collectives.variables import CONSECUTIVE
 from hvdlab.launch.host_discovery import HostsAsked, HostsFound, HostSource, HostTick, NotFound
 from hvdlab.launch.starter import Ended, Started
 from hvdlab.runner import events as e

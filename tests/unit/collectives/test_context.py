@@ -9,7 +9,7 @@ import pytest
 from hvdlab.collectives import context
 from hvdlab.collectives.context import core_rank, own_number, shown_number
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError
-from hvdlab.collectives.variables import CONSECUTIVE
+from hvdlab.collectives.settings import CONSECUTIVE
 
 
 def world(monkeypatch: pytest.MonkeyPatch, *ranks: int, failure: Cause | None = None) -> None:

@@ -17,9 +17,8 @@ from hvdlab.collectives.protocol import handshake
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect
-from hvdlab.collectives.settings import Settings
+from hvdlab.collectives.settings import Settings, read_variables
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.variables import read_variables
 from support.patience import PATIENCE
 
 NETWORK = "10.8.0.0/24"

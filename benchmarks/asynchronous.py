@@ -86,8 +86,7 @@ class Ways:
             handle.wait()
 
     def plane(self) -> None:
-        from hvdlab.collectives.planes.base import PhaseTimes
-        from hvdlab.collectives.planes.buffers import buffer_of
+        from hvdlab.collectives.planes.base import PhaseTimes, buffer_of
         from hvdlab.collectives.types import PLAIN, DType, ReduceOp
 
         buffers = [buffer_of(tensor, DType.F32) for tensor in self._tensors]
@@ -98,7 +97,7 @@ class Ways:
         )
 
     def _with_plane(self, work: Callable[[Any], object]) -> None:
-        from hvdlab.collectives.planes.buffers import HOST
+        from hvdlab.collectives.planes.base import HOST
 
         executor, generation = self._engine._executor, self._engine._locked.generation(0)
         while not executor.with_idle_queue((0, generation, HOST), lambda slot: (work(slot), True)[1]):

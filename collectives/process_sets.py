@@ -15,7 +15,7 @@ from hvdlab.collectives.context import core_rank, shown_number
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.planes.base import host_view
 from hvdlab.collectives.types import DType, OpKind
 
 GLOBAL_ID = 0

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.planes.buffers import HostArray, HostArrays
+from hvdlab.collectives.planes.base import HostArray, HostArrays
 from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp, Reduction
 
 Wide = npt.NDArray[np.float32]

@@ -1,7 +1,7 @@
 """Types that all processes share: element types, operators and kinds of collectives as on the wire, and their
 combinations that exist; membership as a client knows it.
 
-No numpy here: the coordinator needs item sizes only, and any process may ask for combinations. The numpy types are in :mod:`hvdlab.collectives.planes.buffers`.
+No numpy here: the coordinator needs item sizes only, and any process may ask for combinations. The numpy types are in :mod:`hvdlab.collectives.planes.base`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.planes.base import host_view
 from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 
 

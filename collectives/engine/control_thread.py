@@ -40,6 +40,7 @@ from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.engine.world_view import WorldView, log_abort, log_generation, log_loss
 from hvdlab.collectives.errors import Cause, CauseKind, ProtocolError
 from hvdlab.collectives.planes.base import (
+    HOST,
     KeyValue,
     Links,
     PlaneAborted,
@@ -48,7 +49,6 @@ from hvdlab.collectives.planes.base import (
     plane_text,
     planes_text,
 )
-from hvdlab.collectives.planes.buffers import HOST
 from hvdlab.collectives.planes.shm.agreement_board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m

@@ -37,8 +37,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Limit, Request, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import CauseKind
-from hvdlab.collectives.planes.base import PlaneAborted
-from hvdlab.collectives.planes.buffers import HostArray, host_view
+from hvdlab.collectives.planes.base import HostArray, PlaneAborted, host_view
 from hvdlab.collectives.planes.shm.agreement_board import AgreementBoard
 from hvdlab.collectives.types import OpKind
 

@@ -25,8 +25,7 @@ from hvdlab.collectives.errors import Cause, CauseKind, CollectiveError, NotInit
 from hvdlab.collectives.failover.rank_reconnect import RankReconnect
 from hvdlab.collectives.metrics.sampler import sample_rank
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import KeyValue, Links, PhaseTimes, plane_text
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray, KeyValue, Links, PhaseTimes, plane_text
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import Endpoint
 from hvdlab.collectives.protocol.handshake import connect, own_versions

@@ -24,7 +24,7 @@ import numpy as np
 
 from hvdlab.collectives.engine.requests import CompletionHook, Limit, Request, Result
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError
-from hvdlab.collectives.planes.buffers import HOST, storage_type
+from hvdlab.collectives.planes.base import HOST, storage_type
 from hvdlab.collectives.protocol.messages import Definition, Member, Signature
 from hvdlab.collectives.text import LOG
 from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction

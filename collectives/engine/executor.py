@@ -24,8 +24,7 @@ from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
 from hvdlab.collectives.engine.operations import run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
-from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.base import HOST, Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.registry import PeerPlanes
 from hvdlab.collectives.reduce import FoldScratch
 from hvdlab.collectives.types import OpKind

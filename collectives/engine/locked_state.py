@@ -56,8 +56,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
-from hvdlab.collectives.planes.base import PhaseTimes
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray, PhaseTimes
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 

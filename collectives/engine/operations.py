@@ -20,12 +20,14 @@ import numpy as np
 
 from hvdlab.collectives.engine.entries import Entry, RunBatch, Zeros
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane
-from hvdlab.collectives.planes.buffers import (
+from hvdlab.collectives.planes.base import (
     HOST,
     Buffer,
+    Completion,
     HostArray,
     HostArrays,
+    PhaseTimes,
+    Plane,
     Tensor,
     buffer_of,
     host_view,

@@ -25,8 +25,7 @@ from hvdlab.collectives.engine.entries import (
 )
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import CauseKind, InvalidRequestError, Pending
-from hvdlab.collectives.planes.base import Links
-from hvdlab.collectives.planes.buffers import HOST, HostArray, HostArrays, host_view, storage_type
+from hvdlab.collectives.planes.base import HOST, HostArray, HostArrays, Links, host_view, storage_type
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.messages import Member

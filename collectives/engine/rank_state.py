@@ -53,7 +53,7 @@ from hvdlab.collectives.errors import (
     Pending,
 )
 from hvdlab.collectives.failover.rank_facts import FailoverFacts
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import OpKind
 

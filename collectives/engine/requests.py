@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from hvdlab.collectives.planes.buffers import HOST, Tensor
+from hvdlab.collectives.planes.base import HOST, Tensor
 from hvdlab.collectives.types import SUM, DType, OpKind, Reduction
 
 Allocate = Callable[[tuple[int, ...]], Tensor]

@@ -21,7 +21,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.collectives.kvstore.arrays import Array
 from hvdlab.collectives.kvstore.base import Key
-from hvdlab.collectives.planes.buffers import dtype_of
+from hvdlab.collectives.planes.base import dtype_of
 from hvdlab.collectives.process_sets import GLOBAL_ID, ProcessSet, members, newest, position, set_id
 from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import PLAIN, SUM, DType, OpKind, ReduceOp

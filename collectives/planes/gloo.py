@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane, Staging
 from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline

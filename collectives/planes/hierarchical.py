@@ -44,8 +44,14 @@ from typing import ClassVar, Self
 import numpy as np
 
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.buffers import HostArray, storage_type
+from hvdlab.collectives.planes.base import (
+    HostArray,
+    PhaseTimes,
+    PlaneAborted,
+    PlaneBroken,
+    PlaneContext,
+    storage_type,
+)
 from hvdlab.collectives.planes.host import HostPlane, Scratch, narrow, widen
 from hvdlab.collectives.planes.registry import SubgroupPlanes
 from hvdlab.collectives.planes.shm.layout import slice_bounds

@@ -18,8 +18,17 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.planes.base import PhaseTimes, Plane, PlaneAborted, PlaneContext
-from hvdlab.collectives.planes.buffers import HOST, Buffer, HostArray, host_view, storage_type
+from hvdlab.collectives.planes.base import (
+    HOST,
+    Buffer,
+    HostArray,
+    PhaseTimes,
+    Plane,
+    PlaneAborted,
+    PlaneContext,
+    host_view,
+    storage_type,
+)
 from hvdlab.collectives.reduce import HALF_BLOCK, Fold, conversion_of, make_fold
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray, PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
 from hvdlab.collectives.planes.host import HostPlane, Scratch, Staging, leave_to_library
 from hvdlab.collectives.rendezvous import backends
 from hvdlab.collectives.types import DType, ReduceOp, Reduction

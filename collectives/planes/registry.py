@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.planes.base import (
+    HostArray,
     KeyValue,
     PhaseTimes,
     Plane,
@@ -21,7 +22,6 @@ from hvdlab.collectives.planes.base import (
     open_memfd,
     publish_memfd,
 )
-from hvdlab.collectives.planes.buffers import HostArray
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.shm.layout import layout_from

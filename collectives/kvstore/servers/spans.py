@@ -10,8 +10,7 @@ import numpy as np
 from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.kvstore.base import Key
 from hvdlab.collectives.kvstore.servers import messages as m
-from hvdlab.collectives.planes.base import PhaseTimes
-from hvdlab.collectives.planes.buffers import dtype_of
+from hvdlab.collectives.planes.base import PhaseTimes, dtype_of
 from hvdlab.collectives.text import call_site
 from hvdlab.collectives.tracing.record_format import ClockSamples, group_of, push_batch
 from hvdlab.collectives.types import DType, OpKind

@@ -27,6 +27,7 @@ import numpy as np
 
 from hvdlab.collectives.planes.base import (
     THROUGH_HOST,
+    Buffer,
     Completion,
     KeyValue,
     Links,
@@ -37,7 +38,6 @@ from hvdlab.collectives.planes.base import (
     PlaneContext,
     ScopedStore,
 )
-from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu import gpu_plane, nccl_library
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated, cuda_buffer

@@ -25,13 +25,13 @@ from hvdlab.collectives.planes.base import (
     PEER,
     SAME_GPU,
     UNKNOWN,
+    Buffer,
     Links,
     Plane,
     PlaneAborted,
     PlaneBroken,
     PlaneContext,
 )
-from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
 from hvdlab.collectives.types import DType
 

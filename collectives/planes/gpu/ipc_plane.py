@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hvdlab.collectives.planes.base import (
+    Buffer,
     Completion,
     Links,
     PhaseTimes,
@@ -17,7 +18,6 @@ from hvdlab.collectives.planes.base import (
     open_memfd,
     publish_memfd,
 )
-from hvdlab.collectives.planes.buffers import Buffer
 from hvdlab.collectives.planes.gpu.device import Device
 from hvdlab.collectives.planes.gpu.gpu_plane import GpuPlane, cuda_buffer, links_between
 from hvdlab.collectives.planes.gpu.ipc_group import IpcGroup

@@ -9,8 +9,7 @@ from functools import partial
 from itertools import accumulate
 from typing import ClassVar
 
-from hvdlab.collectives.planes.base import Completion, PhaseTimes
-from hvdlab.collectives.planes.buffers import Buffer
+from hvdlab.collectives.planes.base import Buffer, Completion, PhaseTimes
 from hvdlab.collectives.planes.gpu import nccl_library
 from hvdlab.collectives.planes.gpu.device import Device
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, GpuPlane, cuda_buffer

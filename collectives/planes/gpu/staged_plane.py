@@ -15,8 +15,15 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import PhaseTimes, Plane, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.buffers import Buffer, HostArray, storage_type
+from hvdlab.collectives.planes.base import (
+    Buffer,
+    HostArray,
+    PhaseTimes,
+    Plane,
+    PlaneBroken,
+    PlaneContext,
+    storage_type,
+)
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
 from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated, cuda_buffer
 from hvdlab.collectives.planes.host import HostPlane

@@ -33,8 +33,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import PlaneBroken
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray, PlaneBroken
 from hvdlab.collectives.planes.shm.layout import LINE, PAGE, WORD, AgreementBoardLayout
 from hvdlab.collectives.planes.shm.signals import ARRIVED, Signals
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from hvdlab.collectives.planes.buffers import HostArray
+    from hvdlab.collectives.planes.base import HostArray
 
 CHUNK_BYTES = 512 * 1024
 """Default size of a chunk."""

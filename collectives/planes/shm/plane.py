@@ -23,8 +23,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneBroken, PlaneContext
-from hvdlab.collectives.planes.buffers import HostArray, storage_type
+from hvdlab.collectives.planes.base import (
+    HostArray,
+    PhaseTimes,
+    PlaneAborted,
+    PlaneBroken,
+    PlaneContext,
+    storage_type,
+)
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.shm.layout import (
     CHUNK_BYTES,

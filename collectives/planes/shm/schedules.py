@@ -35,7 +35,7 @@ from typing import Protocol
 
 import numpy as np
 
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray
 from hvdlab.collectives.planes.shm.layout import ChunkSlice, cut, slice_bounds
 from hvdlab.collectives.reduce import Fold
 from hvdlab.collectives.types import Reduction

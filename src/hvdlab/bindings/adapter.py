@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
-from hvdlab.collectives.planes.buffers import Buffer, HostArray
-from hvdlab.collectives.planes.buffers import Tensor as CoreTensor
+from hvdlab.collectives.planes.base import Buffer, HostArray
+from hvdlab.collectives.planes.base import Tensor as CoreTensor
 from hvdlab.collectives.types import DType, OpKind
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from hvdlab.bindings.adapter import Memory
 from hvdlab.collectives.engine.requests import CompletionHook, Result
 from hvdlab.collectives.errors import CollectiveError, DuplicateNameError, InvalidRequestError
-from hvdlab.collectives.planes.buffers import Tensor
+from hvdlab.collectives.planes.base import Tensor
 from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 

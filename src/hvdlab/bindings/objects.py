@@ -15,7 +15,7 @@ from hvdlab.bindings.arguments import broadcasting
 from hvdlab.collectives import context
 from hvdlab.collectives.context import core_rank, own_number
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.planes.base import host_view
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.collectives.types import DType, OpKind
 

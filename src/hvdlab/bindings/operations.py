@@ -12,7 +12,7 @@ from hvdlab.bindings.handles import Deliver, Finish, Handle, OutputAllocator, Pa
 from hvdlab.collectives import context
 from hvdlab.collectives.context import core_rank
 from hvdlab.collectives.engine.requests import Request, Result
-from hvdlab.collectives.planes.buffers import HOST, HostArray
+from hvdlab.collectives.planes.base import HOST, HostArray
 from hvdlab.collectives.reduce import needs_width
 from hvdlab.collectives.types import SUM, DType, OpKind, ReduceOp, Reduction, check_supported
 

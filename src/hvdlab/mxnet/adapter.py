@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hvdlab.bindings.kvstore_arrays import mxnet_memory, wait_to_write_mxnet
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.planes.buffers import dtype_of
+from hvdlab.collectives.planes.base import dtype_of
 from hvdlab.collectives.types import DType, OpKind
 
 NDArray = Any

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.planes.buffers import HOST, Buffer, dtype_of
+from hvdlab.collectives.planes.base import HOST, Buffer, dtype_of
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.types import DType, OpKind

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.types import DType, OpKind
 from hvdlab.tensorflow.installed import internal, tf
 

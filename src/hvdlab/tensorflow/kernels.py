@@ -37,7 +37,7 @@ from hvdlab.collectives import context as core
 from hvdlab.collectives.context import own_number, shown_number
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.process_sets import check_id
 from hvdlab.collectives.text import LOG
 from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction

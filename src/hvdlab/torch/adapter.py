@@ -20,7 +20,7 @@ import torch
 
 from hvdlab.bindings.operations import Binding
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.planes.buffers import HOST, Buffer
+from hvdlab.collectives.planes.base import HOST, Buffer
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.device import DeviceFailed
 from hvdlab.collectives.reduce import Conversion, register_conversion

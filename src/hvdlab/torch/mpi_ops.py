@@ -50,7 +50,7 @@ from hvdlab.collectives.context import shown_number
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.metrics.sampler import ask_frameworks
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray
 from hvdlab.collectives.process_sets import (
     GLOBAL_ID,
     ProcessSet,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from conformance.bindings.harness import BindingUnderTest, Values
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.types import DType
 
 _HAS = (DType.F16, DType.F32, DType.F64, DType.I8, DType.U8, DType.I32, DType.I64, DType.BOOL)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from conformance.bindings.harness import BindingUnderTest, Values
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.types import DType
 
 _TYPES: dict[DType, np.dtype[Any]] = {

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlab.collectives.engine.operations import allreduce_adasum, allreduce_wide, reducescatter_wide
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext, storage_type
 from hvdlab.collectives.planes.host import HostPlane
 from hvdlab.collectives.planes.registry import PeerPlanes
 from hvdlab.collectives.reduce import needs_width

@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.planes import inputs
 from conformance.planes.actor import CollectiveActor
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.types import AVERAGE, SUM, DType, ReduceOp, Reduction
 
 

@@ -13,8 +13,7 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 from conformance.planes.actor import Array, CollectiveActor, PlaneActor
-from hvdlab.collectives.planes.base import Completion, PhaseTimes, Plane, PlaneContext
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import Completion, HostArray, PhaseTimes, Plane, PlaneContext
 from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, StreamMark
 from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane

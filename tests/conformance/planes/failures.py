@@ -14,8 +14,7 @@ import numpy as np
 
 from conformance.planes import cases
 from conformance.planes.actor import CollectiveActor
-from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import PlaneAborted, PlaneBroken, storage_type
 from hvdlab.collectives.types import PLAIN, SUM, DType, ReduceOp
 
 WAITING = ("allreduce", "allreduce-large", "allreduce-fused", "allreduce-bf16", "adasum", "allgather", "broadcast",

@@ -10,7 +10,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 
 Array = npt.NDArray[Any]

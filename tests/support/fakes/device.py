@@ -14,8 +14,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import PendingCompletion, PhaseTimes, Plane, PlaneAborted, PlaneContext
-from hvdlab.collectives.planes.buffers import Buffer, HostArray, storage_type
+from hvdlab.collectives.planes.base import (
+    Buffer,
+    HostArray,
+    PendingCompletion,
+    PhaseTimes,
+    Plane,
+    PlaneAborted,
+    PlaneContext,
+    storage_type,
+)
 from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
 from hvdlab.collectives.types import DType, Reduction
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.planes.gpu import nccl_library
 from hvdlab.collectives.planes.gpu.nccl_library import ID_BYTES, TYPES, NcclFailed, NcclPiece
 from hvdlab.collectives.reduce import make_fold

@@ -10,7 +10,7 @@ import numpy as np
 from hvdlab.collectives.engine.coordinator_bypass import batch_of
 from hvdlab.collectives.engine.entries import NewGeneration
 from hvdlab.collectives.engine.process_set_view import BoardMember, PostedRequest, needs_plane
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED
 from support.simulation.joint_ranks import Scope, SimEntry, SimHandle, SimRank
 

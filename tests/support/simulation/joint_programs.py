@@ -30,7 +30,7 @@ from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import Cause, HvdlabError
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.types import PLAIN, DType, OpKind, ReduceOp
 from support.simulation.joint_ranks import SimEntry, SimRank

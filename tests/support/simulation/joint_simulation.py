@@ -41,7 +41,7 @@ from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, need
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
-from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.planes.base import host_view
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
 from hvdlab.collectives.types import SUM, DType, OpKind

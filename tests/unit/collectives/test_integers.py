@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.reduce import WideReduction, needs_width
 from hvdlab.collectives.types import AVERAGE, SUM, DType, ReduceOp, Reduction
 

@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     UnsupportedError,
 )
-from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.base import HOST
 from hvdlab.collectives.reduce import needs_width
 from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp, Reduction, check_supported
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES

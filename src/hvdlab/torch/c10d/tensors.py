@@ -17,7 +17,7 @@ import torch
 
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.base import HOST
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
 
 Tensors = list[torch.Tensor]

@@ -14,7 +14,7 @@ from hvdlab.collectives import context
 from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, DuplicateNameError, MismatchError
-from hvdlab.collectives.planes.buffers import host_view
+from hvdlab.collectives.planes.base import host_view
 from hvdlab.collectives.types import SUM, DType, OpKind
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks

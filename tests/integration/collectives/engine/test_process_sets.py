@@ -18,8 +18,7 @@ from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
-from hvdlab.collectives.planes.base import PhaseTimes, PlaneContext
-from hvdlab.collectives.planes.buffers import HOST
+from hvdlab.collectives.planes.base import HOST, PhaseTimes, PlaneContext
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 

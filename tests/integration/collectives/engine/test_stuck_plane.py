@@ -15,8 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import PhaseTimes
-from hvdlab.collectives.planes.buffers import HostArray
+from hvdlab.collectives.planes.base import HostArray, PhaseTimes
 from hvdlab.collectives.planes.shm import ShmPlane
 from support.engine_probe import EngineProbe
 from support.patience import PATIENCE

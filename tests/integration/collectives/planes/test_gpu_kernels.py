@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hvdlab.collectives.planes.buffers import storage_type
+from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.planes.gpu.jobs import chunk_bytes, share, table_of
 from hvdlab.collectives.reduce import make_fold
 from hvdlab.collectives.types import DType, ReduceOp

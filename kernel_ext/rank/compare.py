@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlab.bindings.fingerprints import fingerprint, threads_for
 from hvdlab.bindings.framework_hooks import ArraySource, hooks_of, loaded, names
-from hvdlab.collectives.fingerprint import fingerprint, threads_for
 from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.object_tree import (

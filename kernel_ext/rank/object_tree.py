@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hvdlab.bindings.fingerprints import SIZE, fingerprint
 from hvdlab.bindings.framework_hooks import (
     ArraySource,
     FrameworkHooks,
@@ -36,7 +37,6 @@ from hvdlab.bindings.framework_hooks import (
     module_of,
     numpy_source,
 )
-from hvdlab.collectives.fingerprint import SIZE, fingerprint
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.wire.compare import Difference
 

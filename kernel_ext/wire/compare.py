@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from hvdlab.collectives.fingerprint import fingerprint
+from hvdlab.bindings.fingerprints import fingerprint
 from hvdlab.kernel_ext.wire.channel import RankReply, RankRequest
 
 

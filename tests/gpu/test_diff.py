@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hvdlab.bindings import fingerprints
 from hvdlab.bindings.framework_hooks import torch as hooks
-from hvdlab.collectives import fingerprint
 from hvdlab.kernel_ext.rank.compare import ComparedValue
 from support.ranks.resident import Ranks
 
@@ -26,7 +26,7 @@ def both(name: str) -> tuple[bool, bool, bool]:
     """Whether the GPU makes the fingerprints and finds the counts that the host does by the same method, and whether one changed bit is found."""
     dtype = getattr(torch, name)
     size = torch.empty(0, dtype=dtype).element_size()
-    raw = torch.randint(0, 256, (3 * fingerprint.BLOCK + 64 * size,), dtype=torch.uint8)
+    raw = torch.randint(0, 256, (3 * fingerprints.BLOCK + 64 * size,), dtype=torch.uint8)
     here = raw.view(dtype)[1:]  # an odd place, for types of less than 4 bytes
     there = here.cuda()
     ours = hooks.TensorOnDevice(here.view(torch.uint8), here)
@@ -34,11 +34,11 @@ def both(name: str) -> tuple[bool, bool, bool]:
     before = theirs.fingerprints()
     counts = theirs.not_finite(), ours.not_finite()
     changed = there.view(torch.uint8)
-    changed[fingerprint.BLOCK + 5] ^= 0x80
+    changed[fingerprints.BLOCK + 5] ^= 0x80
     return (
         before == ours.fingerprints(),
         counts[0] == counts[1],
-        fingerprint.differing(before, theirs.fingerprints()) == [1],
+        fingerprints.differing(before, theirs.fingerprints()) == [1],
     )
 
 

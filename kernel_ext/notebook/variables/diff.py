@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from hvdlab.bindings.fingerprints import SIZE, differing
 from hvdlab.collectives.errors import HvdlabError
-from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.collectives.text import compact_ranks, format_ranks, visible_lines
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.requests import RankRequests

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Never, Self
 
+from hvdlab.bindings.fingerprints import fingerprint, threads_for
 from hvdlab.bindings.objects import allgather_object
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
-from hvdlab.collectives.fingerprint import fingerprint, threads_for
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet
 from hvdlab.collectives.text import format_ranks, visible

@@ -43,7 +43,7 @@ HELP = f"""usage: hvdlab COMMAND
 WRONG_CALL = 2
 """Exit code for wrong arguments, as argparse has it."""
 COMMANDS = {
-    "trace check": "hvdlab.collectives.tracing.check",
+    "trace check": "hvdlab.runner.check_trace",
     "trace": "hvdlab.kernel_ext.notebook.trace_file",
     "pools": "hvdlab.kernel_ext.notebook.kept_pools",
     "check-gpus": "hvdlab.runner.check_gpus",

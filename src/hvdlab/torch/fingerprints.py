@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hvdlab.collectives.fingerprint import fingerprint, of_blocks
+from hvdlab.bindings.fingerprints import fingerprint, of_blocks
 
 
 def of_tensor(tensor: torch.Tensor, pool: ThreadPoolExecutor | None = None) -> bytes:

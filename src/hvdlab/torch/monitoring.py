@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from hvdlab.bindings.fingerprints import SIZE
 from hvdlab.bindings.monitoring import (
     DIVERGENCE_WATCH,
     ELEMENTS,
@@ -28,7 +29,6 @@ from hvdlab.bindings.monitoring import (
 from hvdlab.bindings.step_record import MEMORY, SAMPLED, Input, StepRecord, tensors
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.fingerprint import SIZE
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.metrics.sampler import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import hvdlab.torch as hvd
-from hvdlab.collectives.tracing.check import load
+from hvdlab.runner.check_trace import load
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks
 
@@ -34,7 +34,7 @@ def test_the_variable_makes_a_sound_trace_of_a_training(tmp_path: Path) -> None:
     with Ranks(2, init=False, env={"HOROVOD_TIMELINE": str(path)}, imports=["torch"]) as ranks:
         ranks.run(train, 5, timeout=60)
     checked = subprocess.run(
-        [sys.executable, "-m", "hvdlab.collectives.tracing.check", str(path)],
+        [sys.executable, "-m", "hvdlab.runner.check_trace", str(path)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -12,10 +12,10 @@ import pytest
 
 pytest.importorskip("playwright.sync_api")
 
-from hvdlab.collectives.tracing.check import load
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
 from hvdlab.collectives.tracing.trace_file import save_recording
+from hvdlab.runner.check_trace import load
 from support.jupyter.chromium import CHROMIUM, chromium, page_errors
 from support.jupyter.perfetto_ui import installed, perfetto_ui
 from support.timeline_traces import steps

@@ -205,7 +205,7 @@ def test_the_arrows_between_rooms_point_as_agreed() -> None:
         "hvdlab.collectives.coordinator.process",
         "hvdlab.collectives.tracing.recorder",
         "hvdlab.collectives.tracing.timeline_file",
-        "hvdlab.collectives.tracing.check",
+        "hvdlab.runner.check_trace",
         "hvdlab.runner.cli",
     ],
 )

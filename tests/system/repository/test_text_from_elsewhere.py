@@ -39,7 +39,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.failures import Failure
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.collectives.text import operator_log, set_up_log
-from hvdlab.collectives.tracing import check, rank_activity
+from hvdlab.collectives.tracing import rank_activity
 from hvdlab.collectives.tracing.record_format import Members, Metric, Span, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import load_trace, save_recording
@@ -65,6 +65,7 @@ from hvdlab.kernel_ext.wire.compare import VariableView
 from hvdlab.kernel_ext.wire.status import PendingNow, RankStatus, ServerNow, Stack, StackFrame
 from hvdlab.launch.processes import ExitStatus, OutputTail
 from hvdlab.magics.pool_magics import StatusTable
+from hvdlab.runner import check_trace
 from hvdlab.runner.cli import main
 from hvdlab.runner.events import FailureReport as JobFailure
 from hvdlab.runner.output import failure_lines, speaker, stall_line
@@ -283,7 +284,7 @@ def checked(name: str, directory: Path) -> str:
         patch.setattr(sys, "stdout", written)
         for trace in traces:
             path.write_text(json.dumps(trace))
-            assert check.main([str(path)]) == 1
+            assert check_trace.main([str(path)]) == 1
         assert not any(line.startswith("forged") for line in written.getvalue().splitlines())
         return written.getvalue()
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hvdlab.collectives import fingerprint
+from hvdlab.bindings import fingerprints
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +38,7 @@ class OnDevice(Protocol):
     """Facts about an array's elements, found on the device that they are on, without moving them."""
 
     def fingerprints(self) -> bytes:
-        """Return a fingerprint of :data:`~hvdlab.collectives.fingerprint.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.
+        """Return a fingerprint of :data:`~hvdlab.bindings.fingerprints.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.
 
         They are made by another method than on the host, so one may only be compared with one that a device has made.
         """
@@ -75,7 +75,7 @@ class ArraySource:
     @property
     def block(self) -> int:
         """Return the bytes of a block with a fingerprint of its own; whole elements."""
-        return max(1, fingerprint.BLOCK // self.itemsize) * self.itemsize
+        return max(1, fingerprints.BLOCK // self.itemsize) * self.itemsize
 
     def fingerprints(self, pool: ThreadPoolExecutor | None = None) -> bytes:
         """Return the fingerprints of the blocks, one behind the other: those of the device if it makes any, otherwise those of the bytes.
@@ -85,7 +85,7 @@ class ArraySource:
         """
         if self.on_device is not None:
             return self.on_device.fingerprints()
-        return fingerprint.of_blocks(self.nbytes, self.read, block=self.block, pool=pool)
+        return fingerprints.of_blocks(self.nbytes, self.read, block=self.block, pool=pool)
 
 
 def numpy_source(

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any
 
-from hvdlab.bindings import word_sums
+from hvdlab.bindings import fingerprints
 from hvdlab.bindings.framework_hooks import ArraySource, FrameworkHooks, NotOurs, Part, is_instance_type
-from hvdlab.collectives import fingerprint
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -291,7 +290,7 @@ def _of_tensor(tensor: Any) -> ArraySource | None:
         nbytes,
         max(1, int(plain.element_size())),
         read,
-        TensorOnDevice(raw, plain) if _works_on(tensor.device) and nbytes >= word_sums.LEAST else None,
+        TensorOnDevice(raw, plain) if _works_on(tensor.device) and nbytes >= fingerprints.LEAST else None,
     )
 
 
@@ -312,7 +311,7 @@ class TensorOnDevice:
         self._raw, self._elements = raw, elements
 
     def fingerprints(self) -> bytes:
-        return word_sums.fingerprints(self._worked_out(self._sums))
+        return fingerprints.fingerprints(self._worked_out(self._sums))
 
     def not_finite(self) -> tuple[int, int] | None:
         torch: Any = sys.modules["torch"]
@@ -331,11 +330,11 @@ class TensorOnDevice:
     def _sums(self, device: Any) -> Any:
         """Return a row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
         torch: Any = sys.modules["torch"]
-        rows, columns, sets = word_sums.ROWS, word_sums.COLUMNS, word_sums.SETS
-        weights = torch.from_numpy(word_sums.weights(rows, columns).copy()).to(device)
+        rows, columns, sets = fingerprints.ROWS, fingerprints.COLUMNS, fingerprints.SETS
+        weights = torch.from_numpy(fingerprints.weights(rows, columns).copy()).to(device)
         of_words, of_halves = weights[:, :columns], weights[:, columns:]
-        parts = self._raw.split(fingerprint.BLOCK)
-        block = torch.empty(fingerprint.BLOCK, dtype=torch.uint8, device=device)
+        parts = self._raw.split(fingerprints.BLOCK)
+        block = torch.empty(fingerprints.BLOCK, dtype=torch.uint8, device=device)
         words = torch.empty((rows, columns), dtype=torch.int64, device=device)
         products = torch.empty_like(words)
         of_rows = torch.empty((sets, rows), dtype=torch.int64, device=device)
@@ -355,7 +354,7 @@ class TensorOnDevice:
         """Return how many elements are NaN, and how many infinite."""
         torch: Any = sys.modules["torch"]
         counts = torch.zeros(2, dtype=torch.int64, device=device)
-        for part in self._elements.split(max(1, fingerprint.BLOCK // self._elements.element_size())):
+        for part in self._elements.split(max(1, fingerprints.BLOCK // self._elements.element_size())):
             here = part.to(device)
             nans = here.isnan().sum()
             counts += torch.stack((nans, here.isfinite().logical_not().sum() - nans))

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdlab.bindings.fingerprints import SIZE, fingerprint, of_blocks
 from hvdlab.bindings.monitoring import (
     DIVERGENCE_WATCH,
     ELEMENTS,
@@ -37,7 +38,6 @@ from hvdlab.bindings.monitoring import (
 )
 from hvdlab.bindings.step_record import MEMORY, SAMPLED, Input, Replay, StepRecord, tensors
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.fingerprint import SIZE, fingerprint, of_blocks
 from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.metrics.sampler import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set

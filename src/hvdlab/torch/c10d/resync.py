@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdlab.bindings.fingerprints import fingerprint
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.fingerprint import fingerprint
 from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.torch.fingerprints import of_tensor
 from hvdlab.torch.functions import transfer_optimizer_state

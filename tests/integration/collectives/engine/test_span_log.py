@@ -17,8 +17,8 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.span_log import SpanLog
 from hvdlab.collectives.errors import AbortedError, MismatchError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.record_format import ClockSample, ClockSamples, Members, Span, decode
+from hvdlab.runner.check_trace import check, load
 from support.engine_probe import EngineProbe
 from support.network.skewed_clock import AHEAD_NS
 from support.patience import HOUR, PATIENCE

@@ -15,11 +15,11 @@ from hvdlab import kvstore
 from hvdlab.collectives import context
 from hvdlab.collectives.kvstore.servers.messages import RequestDone
 from hvdlab.collectives.kvstore.servers.spans import ServerClock
-from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.chrome_trace import SERVERS_PID
 from hvdlab.collectives.tracing.recording import span_columns
 from hvdlab.collectives.tracing.trace_file import load_trace as load_recording
 from hvdlab.collectives.tracing.trace_file import save_recording
+from hvdlab.runner.check_trace import check, load
 from support.ranks.resident import Ranks
 
 SIZE = 100_000

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.chrome_trace import ChromeTrace
 from hvdlab.collectives.tracing.record_format import CellBeginEvent, Metric, decode, encode
 from hvdlab.collectives.tracing.timeline_file import TimelineFile
+from hvdlab.runner.check_trace import check, load
 from support.patience import PATIENCE
 from support.timeline_traces import steps
 

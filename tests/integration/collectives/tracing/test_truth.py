@@ -11,7 +11,7 @@ import numpy as np
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.tracing.check import check, load
+from hvdlab.runner.check_trace import check, load
 from support.ranks.resident import Ranks, resident_ranks
 
 LATE = 0.08  # seconds for which one rank sleeps before each step

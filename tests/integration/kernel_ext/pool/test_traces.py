@@ -10,10 +10,10 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.collectives.tracing.check import check, load
 from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.runner.check_trace import check, load
 from support.patience import PATIENCE
 
 SETUP = """\

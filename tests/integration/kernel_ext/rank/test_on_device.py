@@ -15,11 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlab.bindings import word_sums
+from hvdlab.bindings import fingerprints
+from hvdlab.bindings.fingerprints import SIZE, differing
 from hvdlab.bindings.framework_hooks import ArraySource
 from hvdlab.bindings.framework_hooks import torch as hooks
-from hvdlab.collectives import fingerprint
-from hvdlab.collectives.fingerprint import SIZE, differing
 from hvdlab.kernel_ext.notebook.variables.diff import Diff, diff
 from hvdlab.kernel_ext.rank.compare import ComparedValue
 from hvdlab.kernel_ext.wire.channel import Payload
@@ -47,10 +46,10 @@ def small_blocks(on_device: Callable[[], bool], named: Callable[[], bool] | None
         return replace(source, device="cuda:0")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fingerprint, "BLOCK", BLOCK)
-        patch.setattr(word_sums, "ROWS", 4)
-        patch.setattr(word_sums, "COLUMNS", 4)
-        patch.setattr(word_sums, "LEAST", 1)
+        patch.setattr(fingerprints, "BLOCK", BLOCK)
+        patch.setattr(fingerprints, "ROWS", 4)
+        patch.setattr(fingerprints, "COLUMNS", 4)
+        patch.setattr(fingerprints, "LEAST", 1)
         patch.setattr(hooks, "_works_on", lambda device: on_device())
         patch.setattr(hooks, "_of_tensor", of_tensor)
         yield
@@ -136,7 +135,7 @@ def test_values_of_all_kinds_are_counted_as_on_the_host(dtype: torch.dtype) -> N
     with_host = ComparedValue([tensor])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hooks, "_works_on", lambda device: True)
-        patch.setattr(word_sums, "LEAST", 1)
+        patch.setattr(fingerprints, "LEAST", 1)
         on_device = ComparedValue([tensor])
     leaf = next(number for number, one in enumerate(on_device.leaves) if one.kind == "array")
     assert on_device.leaves[leaf].on_device

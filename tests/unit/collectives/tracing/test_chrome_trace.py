@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.tracing import chrome_trace
-from hvdlab.collectives.tracing.check import check
 from hvdlab.collectives.tracing.chrome_trace import ARRIVALS_PID, ChromeTrace
 from hvdlab.collectives.tracing.record_format import (
     AbortEvent,
@@ -26,6 +25,7 @@ from hvdlab.collectives.tracing.record_format import (
     encode,
 )
 from hvdlab.collectives.types import DType, OpKind
+from hvdlab.runner.check_trace import check
 from support.timeline_traces import steps
 
 TraceEvent = dict[str, Any]

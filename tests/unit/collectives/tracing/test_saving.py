@@ -14,7 +14,6 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.tracing.check import check
 from hvdlab.collectives.tracing.chrome_trace import ChromeTrace, TraceEvent
 from hvdlab.collectives.tracing.record_format import (
     AbortEvent,
@@ -31,6 +30,7 @@ from hvdlab.collectives.tracing.record_format import (
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.tracing.trace_file import Format, format_of, save_recording, trace_events, write_trace
 from hvdlab.collectives.types import DType, Membership, OpKind
+from hvdlab.runner.check_trace import check
 from support.timeline_traces import steps
 
 START = 5_000_000_000

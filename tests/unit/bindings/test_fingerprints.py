@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.collectives.fingerprint import differing, fingerprint, of_blocks
+from hvdlab.bindings.fingerprints import differing, fingerprint, of_blocks
 
 
 @given(st.binary(min_size=1, max_size=50), st.integers(1, 60), st.data())

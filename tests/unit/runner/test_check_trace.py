@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdlab.collectives.tracing.check import TraceFormatError, check, load, main
+from hvdlab.runner.check_trace import TraceFormatError, check, load, main
 
 Event = dict[str, Any]
 NAMES: list[Event] = [

@@ -1,4 +1,4 @@
-"""Check a Chrome trace against the rules of its format: ``python -m hvdlab.collectives.tracing.check FILE``.
+"""Check a Chrome trace against the rules of its format: ``python -m hvdlab.runner.check_trace FILE``.
 
 Viewers are lenient, and silently drop events that they don't understand. This program reports them instead.
 """
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str]) -> int:
     killed = "--killed" in arguments
     paths = [Path(argument) for argument in arguments if argument != "--killed"]
     if not paths:
-        print("usage: python -m hvdlab.collectives.tracing.check [--killed] FILE...", file=sys.stderr)
+        print("usage: python -m hvdlab.runner.check_trace [--killed] FILE...", file=sys.stderr)
         return 2
     bad = False
     for path in paths:

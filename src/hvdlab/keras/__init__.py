@@ -20,8 +20,7 @@ import importlib
 from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum
-from hvdlab.bindings.monitoring import DivergenceError
-from hvdlab.collectives.metrics.rank_metrics import metric
+from hvdlab.bindings.monitoring import DivergenceError, metric
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.collectives.types import ReduceOp
 from hvdlab.keras import callbacks, elastic

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.bindings.handles import Handle, poll, synchronize
+from hvdlab.bindings.monitoring import export, metric
 from hvdlab.bindings.objects import allgather_object, broadcast_object
 from hvdlab.collectives.basics import init, is_initialized, local_rank, local_size, rank, shutdown, size
-from hvdlab.collectives.metrics.rank_metrics import export, metric
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 from hvdlab.bindings.arguments import Adasum, Average, Max, Min, Product, Sum
 from hvdlab.bindings.handles import Handle
-from hvdlab.bindings.monitoring import DivergenceError
+from hvdlab.bindings.monitoring import DivergenceError, export, metric
 
 # Not in __all__: `from hvdlab.torch import *` would hide Python's built-in breakpoint().
 from hvdlab.collectives.basics import breakpoint as breakpoint
 from hvdlab.collectives.errors import CollectiveError as HorovodInternalError
-from hvdlab.collectives.metrics.rank_metrics import export, metric
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,

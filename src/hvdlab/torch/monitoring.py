@@ -22,6 +22,7 @@ from hvdlab.bindings.monitoring import (
     ELEMENTS,
     MOST_SAMPLED,
     DivergenceWatch,
+    StepMeter,
     TrainingWatch,
     check_every,
     record_metric,
@@ -29,7 +30,6 @@ from hvdlab.bindings.monitoring import (
 from hvdlab.bindings.step_record import MEMORY, SAMPLED, Input, StepRecord, tensors
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.metrics.sampler import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.torch.dynamo import untraced

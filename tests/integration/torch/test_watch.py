@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import hvdlab.torch as hvd
+from hvdlab.bindings.monitoring import StepMeter
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.tracing.record_format import Metric, decode
 from hvdlab.torch.monitoring import MOST_WAITING, LateValues, gradient_norm
 from support.engine_probe import EngineProbe

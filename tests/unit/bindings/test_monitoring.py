@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvdlab.bindings.monitoring import TrainingWatch, check_every
+from hvdlab.bindings.monitoring import StepMeter, TrainingWatch, check_every
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.metrics.rank_metrics import StepMeter
 
 
 class Net:

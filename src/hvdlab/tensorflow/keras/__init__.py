@@ -19,8 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlab.bindings.arguments import Average, Sum
-from hvdlab.bindings.monitoring import DivergenceError
-from hvdlab.collectives.metrics.rank_metrics import metric
+from hvdlab.bindings.monitoring import DivergenceError, metric
 from hvdlab.collectives.process_sets import (
     ProcessSet,
     add_process_set,

@@ -6,17 +6,14 @@ The metrics are Keras' own, the learning rate, the step time, and samples per se
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from hvdlab.bindings.monitoring import DIVERGENCE_WATCH
+from hvdlab.bindings.monitoring import DIVERGENCE_WATCH, StepMeter
 from hvdlab.collectives import context
 from hvdlab.collectives.metrics.sampler import LEARNING_RATE
 from hvdlab.tensorflow.functions import plain_variable
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.keras.callbacks import Callback, learning_rate
-
-if TYPE_CHECKING:
-    from hvdlab.collectives.metrics.rank_metrics import StepMeter
 
 _OF_VALIDATION = "val_"
 _KERAS_BATCH_SIZE = 32

@@ -32,13 +32,13 @@ from hvdlab.bindings.monitoring import (
     ELEMENTS,
     MOST_SAMPLED,
     DivergenceWatch,
+    StepMeter,
     TrainingWatch,
     check_every,
     record_metric,
 )
 from hvdlab.bindings.step_record import MEMORY, SAMPLED, Input, Replay, StepRecord, tensors
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.metrics.sampler import GRADIENT_NORM, LEARNING_RATE, LOSS_SCALE
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.tensorflow.errors import translated

@@ -21,9 +21,9 @@ from types import FunctionType
 from typing import Any
 
 from hvdlab.bindings.arguments import Adasum, Average, Sum, checked_operator
+from hvdlab.bindings.monitoring import StepMeter
 from hvdlab.collectives import basics
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
-from hvdlab.collectives.metrics.rank_metrics import StepMeter
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.collectives.types import ReduceOp
 from hvdlab.tensorflow.compression import Compression, Compressor

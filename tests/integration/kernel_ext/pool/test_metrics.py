@@ -16,7 +16,7 @@ from support.patience import PATIENCE
 SETUP = """\
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
-from hvdlab.collectives.metrics.rank_metrics import StepMeter
+from hvdlab.bindings.monitoring import StepMeter
 rank = context.init().rank
 meter = StepMeter()
 """

@@ -7,6 +7,7 @@ import gc
 import importlib
 import os
 import re
+import select
 import signal
 import threading
 from collections import Counter
@@ -709,4 +710,36 @@ def test_the_next_inner_group_is_made_although_the_coordinator_dies_with_the_mai
         ranks.run(_aborts_and_loses, kind, rank, timeout=60)
         os.kill(ranks.coordinator.pid, signal.SIGKILL)
         ranks.coordinator.respawn(PATIENCE)
+        assert len(set(ranks.run(_good, timeout=60))) == 1
+
+
+def _gives_up_and_loses(coordinator: int) -> None:
+    """Rank 0 gives up a wait for rank 1, and the coordinator dies before it has read the request."""
+    if dist.get_rank() == 0:
+        engine = context.engine()
+        usual = engine.withdraw
+
+        def withdraw(*arguments: Any) -> None:
+            del engine.withdraw
+            usual(*arguments)
+            os.kill(coordinator, signal.SIGKILL)
+
+        engine.withdraw = withdraw
+        os.kill(coordinator, signal.SIGSTOP)
+        with pytest.raises(AbortedError, match=r"all_reduce #\d+ .*timeout of the process group"):
+            dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+    dist.monitored_barrier(KEPT["gloo"], timedelta(seconds=PATIENCE))
+
+
+def test_a_wait_is_given_up_although_the_coordinator_dies_with_the_request() -> None:
+    with Ranks(2, init=False, imports=["hvdlab.torch"], keep=True) as ranks:
+        ranks.run(_begin, timeout=60)
+        killed = os.pidfd_open(ranks.coordinator.pid)
+        try:
+            given_up = ranks.start(_gives_up_and_loses, ranks.coordinator.pid)
+            assert select.select([killed], [], [], PATIENCE)[0]
+        finally:
+            os.close(killed)
+        ranks.coordinator.respawn(PATIENCE)
+        given_up.results(60)
         assert len(set(ranks.run(_good, timeout=60))) == 1

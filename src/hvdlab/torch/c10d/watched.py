@@ -66,7 +66,7 @@ from hvdlab.torch.c10d.operation_names import renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
-from hvdlab.torch.c10d.watched_work import Generation, WatchedWork
+from hvdlab.torch.c10d.watched_work import EndRequest, Generation, WatchedWork
 from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
@@ -612,7 +612,7 @@ class WatchedGroup(HvdlabProcessGroup):
     # -- lateness -----------------------------------------------------------------------------------------------------
 
     def look(self, now: float) -> float:
-        """Report launches that are late. Returns in how many seconds to look again; 0 if nothing is in flight. Control thread."""
+        """Report launches that are late, and repeat a request for the end. Returns in how many seconds to look again; 0 for not at all. Control thread."""
         generation = self._generation
         flying = generation.flying
         while flying and flying[0].is_over():
@@ -626,7 +626,11 @@ class WatchedGroup(HvdlabProcessGroup):
             late = min(self._late, work.seconds / 2) if work.reported else self._late_after(work.seconds)
             if now - max(work.began, work.reported) >= late:
                 self._report_late(work, now)
-        return self._pause() if flying else 0.0
+        request = generation.end_request
+        # One for a generation that has ended meanwhile changes nothing at the coordinator.
+        if request is not None and now - request.sent >= self._late:
+            self._request_end(request.kind, request.text)
+        return self._pause() if flying or generation.end_request is not None else 0.0
 
     def cell_failed(self, cell: str) -> None:
         """Tell the other ranks that this cell has failed here, if they may wait for this rank's launches. Control thread."""
@@ -767,7 +771,7 @@ class WatchedGroup(HvdlabProcessGroup):
         self._send(mail, [rank for rank in inquiry.members if rank in self._engine.living])
         if verdict.parties:
             text = f"the ranks disagreed about launch {inquiry.number} of {self._calls}"
-            self._engine.withdraw(text, self.process_set, CauseKind.MISMATCH)
+            self._request_end(CauseKind.MISMATCH, text)
 
     def _on_verdict(self, generation: Generation, mail: LaunchVerdict) -> None:
         channel, number = mail.channel, mail.number
@@ -843,7 +847,7 @@ class WatchedGroup(HvdlabProcessGroup):
         for work in generation.flying:
             if work.failure and (work.slot.channel, work.slot.number) == (channel, number):
                 text = f"torch's {self.inner_kind} failed on rank {self._engine.rank}: {work.failure}"
-                self._engine.withdraw(text, self.process_set, CauseKind.PLANE_FAILED)
+                self._request_end(CauseKind.PLANE_FAILED, text)
                 return
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -851,13 +855,23 @@ class WatchedGroup(HvdlabProcessGroup):
     def give_up(self, work: WatchedWork, seconds: float) -> None:
         """Have all ranks give up the launches in flight, since a wait has exceeded its limit."""
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
-        self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
+        self._request_end(CauseKind.TIMEOUT, text)
 
     def withdraw_interrupted(self) -> None:
         """Have all ranks give up the launches in flight, since the user interrupts this rank."""
-        self._engine.withdraw(
-            f"rank {self._engine.rank} was interrupted", self.process_set, CauseKind.INTERRUPTED
-        )
+        self._request_end(CauseKind.INTERRUPTED, f"rank {self._engine.rank} was interrupted")
+
+    def _request_end(self, kind: CauseKind, text: str) -> None:
+        """Have the coordinator end the generation, and with it this inner group, on all ranks. Any thread.
+
+        A request can be lost with the coordinator, and neither its successor nor the core of this rank repeats it: nothing is pending in the
+        core. So :meth:`look` repeats it until the generation has ended.
+        """
+        # Before it is sent: if the coordinator dies in between, a later look finds it.
+        self._generation.end_request = EndRequest(kind, text, time.monotonic())
+        super()._request_end(kind, text)
+        # A thread that waits for the end has no launch of its own that would bring about a look.
+        self._watch.look_later(self._pause())
 
     def interrupted(self) -> None:
         """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""

@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 from hvdlab.collectives.engine.entries import Handle
-from hvdlab.collectives.errors import CollectiveError, HvdlabError
+from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.torch.c10d.inner_groups import InnerGroup
 from hvdlab.torch.c10d.launch_ring import LaunchSlot, Verdict
@@ -50,6 +50,14 @@ class WorkSupervisor(Protocol):
         """Keep an error that native code gets."""
 
 
+class EndRequest(NamedTuple):
+    """Request of this rank to the coordinator to end a generation on all ranks: its cause, and when it was sent last (monotonic seconds)."""
+
+    kind: CauseKind
+    text: str
+    sent: float
+
+
 class Generation:
     """One inner group of a watched group, from the end of the one before to its own.
 
@@ -67,6 +75,7 @@ class Generation:
         verdicts: The last verdict on each launch.
         judged: Launches with a verdict since they were reported last, by channel and number.
         failed_cell: The last cell that has failed on another rank; empty if none has.
+        end_request: This rank's request for its end, until it has ended.
         ended: The end of its generation, once it has ended.
     """
 
@@ -84,6 +93,7 @@ class Generation:
         self.verdicts: dict[tuple[str, int], Verdict] = {}
         self.judged: set[tuple[str, int]] = set()
         self.failed_cell = ""
+        self.end_request: EndRequest | None = None
         self.ended: Abort | None = None
 
 

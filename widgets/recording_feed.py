@@ -86,11 +86,15 @@ class RecordingFeed:
         self._ranks = RankNews(recording)
         self._series = SeriesNews(recording)
         self._membership = membership
+        #: Held while the thread decides to end, and while a page finds out whether it has ended.
         self._starting = threading.Lock()
+        #: Whether the thread still serves pages. A thread that has decided to end is alive for a moment longer.
+        self._serving = False
         self._thread = self._start()
 
     def _start(self) -> threading.Thread:
         thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
+        self._serving = True
         thread.start()
         return thread
 
@@ -107,7 +111,7 @@ class RecordingFeed:
         self._since, self._heard = (since, points), True
         self._recording.wake_waiters()
         with self._starting:
-            if not self._thread.is_alive() and not self._closing.is_set():
+            if not self._serving and not self._closing.is_set():
                 self._thread = self._start()  # all was sent, but not to this view: the page was loaded again
 
     def set_wanted(self, *, rows: bool, points: bool) -> None:
@@ -126,6 +130,16 @@ class RecordingFeed:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        while True:
+            self._feed_pages()
+            with self._starting:
+                # A page that said hello while the last messages were made has found the thread serving, and has started no other.
+                if self._since is None or self._closing.is_set():
+                    self._serving = False
+                    return
+
+    def _feed_pages(self) -> None:
+        """Send rows and points to the page until the feed is closed, or the recording has ended and all of it was sent."""
         recording = self._recording
         again = [time.monotonic() + seconds for seconds in RESEND_AFTER]
         version, drawn_version = -1, recording.version

@@ -144,15 +144,20 @@ class KeptPoolRegistry:
     def write(self, kept: KeptPoolEntry) -> None:
         """Write a pool's entry, new or changed. Raises ``StartError`` if the file can't be written."""
         try:
-            for path in (self._directory.parent, self._directory):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_private(self._directory)
-            with self._locked():
-                self._write(kept)
+            while not self._try_to_write(kept):
+                pass  # another process has removed the empty directory before this one could lock it
         except OSError as error:
             raise StartError(
                 f"the pool can't be kept: {self._directory}: {error.strerror or error}"
             ) from error
+
+    def _try_to_write(self, kept: KeptPoolEntry) -> bool:
+        for path in (self._directory.parent, self._directory):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._locked() as there:
+            if there:
+                self._write(kept)
+        return there
 
     def release(self, kept: KeptPoolEntry) -> None:
         """Note that the pool has no owner any more."""
@@ -183,9 +188,13 @@ class KeptPoolRegistry:
             yield False
             return
         try:
-            _check_private(self._directory)
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield True
+            # A process that found no pools may have removed the directory since it was opened here: a lock on that keeps no process out of
+            # the directory that a third one has made in its place.
+            there = os.fstat(lock).st_nlink > 0
+            if there:
+                _check_private(self._directory)
+            yield there
         finally:
             os.close(lock)
 
@@ -234,9 +243,11 @@ class KeptPoolRegistry:
         return self._directory / f"{name}.json"
 
     def _tidy(self) -> None:
-        with contextlib.suppress(OSError):  # others are in it
-            self._directory.rmdir()
-            self._directory.parent.rmdir()
+        # Under the lock: a process that holds it is about to write.
+        with contextlib.suppress(OSError), self._locked() as there:  # others are in it
+            if there:
+                self._directory.rmdir()
+                self._directory.parent.rmdir()
 
 
 def _in_use(kept: KeptPoolEntry) -> str:

@@ -65,6 +65,7 @@ def _disagrees() -> None:
     tensor = torch.ones(2)
     with pytest.raises(MismatchError) as caught:
         dist.broadcast(tensor, 0) if rank == 1 else dist.all_reduce(tensor)
+    assert caught.value.decision, "the error names no decision of the coordinator, whose story could be shown"
     text = str(caught.value)
     assert re.match(r"`(all_reduce|broadcast) #\d+ of group default_pg`: the ranks disagree\. ", text), text
     assert re.search(r"rank 1 \(test_c10d_watched\.py:\d+\): broadcast float32\[2\] from rank 0", text), text

@@ -219,6 +219,30 @@ def test_the_end_of_the_recording_ends_the_thread_after_all_is_sent(
     browser.wait(lambda: len(browser.rows) == 800)
 
 
+def test_a_page_that_says_hello_while_the_thread_ends_gets_all(
+    recording: Recording, browser: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing, goes_on = threading.Event(), threading.Event()
+
+    def draw() -> None:
+        drawing.set()
+        assert goes_on.wait(PATIENCE)
+
+    monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
+    feed(recording)
+    sender = RecordingFeed(recording, browser.send, draw)
+    recording.close()
+    try:
+        assert drawing.wait(PATIENCE)  # the last picture, after all rows
+        browser.listening = True
+        sender.view_ready(0)
+        goes_on.set()
+        browser.wait(lambda: len(browser.rows) == 4 * 20 * 40)
+    finally:
+        goes_on.set()
+        sender.close()
+
+
 def test_the_picture_is_renewed_while_ranks_only_say_how_they_are(
     recording: Recording, browser: Browser, sender: RecordingFeed
 ) -> None:

@@ -299,7 +299,7 @@ class WatchedGroup(HvdlabProcessGroup):
             raise self._not_all_came()
         end = self._last_end
         if end is not None and end.generation >= number:
-            cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site)
+            cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site, end.decision)
             raise renamed(AbortedError(Pending("barrier", ""), cause, self.process_set, number), _CREATION)
         self._calls.require_usable(_CREATION)
         self._require_made(generation)
@@ -899,11 +899,11 @@ class WatchedGroup(HvdlabProcessGroup):
         operation = self._calls.name_of(slot.operation.removesuffix(" of lists"), slot.sequence, slot.part)
         verdict = work.generation.verdicts.get((slot.channel, slot.number))
         if verdict is not None and verdict.parties:
-            error = MismatchError(operation, self.process_set, verdict.parties)
+            error = MismatchError(operation, self.process_set, verdict.parties).because_of(end.decision)
             if verdict.note:
                 error.add_note(verdict.note)
             return error
-        cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site)
+        cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site, end.decision)
         own = launch_of(slot, self._members).site
         pending = Pending("barrier", "", (self._engine.rank,), end.ranks, {self._engine.rank: own})
         if verdict is not None and verdict.missing:

@@ -1,8 +1,9 @@
-"""The files of kept pools, on a disk without room."""
+"""The files of kept pools, on a disk without room, and while other processes find none of them."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -64,3 +65,36 @@ def test_a_failed_write_leaves_no_draft_and_the_pool_as_it_was(
         registry.write(kept)
     assert [path.name for path in (tmp_path / "private" / "pools").iterdir()] == ["night.json"]
     assert registry.get("night") == kept
+
+
+def test_a_pool_is_kept_although_another_process_removes_the_empty_directory_meanwhile(
+    registry: KeptPoolRegistry, kept: KeptPoolEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, lock, removed = tmp_path / "private" / "pools", fcntl.flock, []
+
+    def lock_after_the_other(descriptor: int, operation: int) -> None:
+        if not removed:
+            removed.append(place.rmdir())
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_the_other)
+    registry.write(kept)
+    assert [found.name for found in registry.all()] == ["night"]
+
+
+def test_the_lock_is_not_that_of_a_directory_that_was_removed_and_made_again(
+    registry: KeptPoolRegistry, kept: KeptPoolEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, lock, made = tmp_path / "private" / "pools", fcntl.flock, []
+
+    def lock_after_the_others(descriptor: int, operation: int) -> None:
+        if not made:
+            place.rmdir()
+            made.append(place.mkdir(mode=0o700))
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_the_others)
+    with registry._locked() as there:
+        assert not there
+    registry.write(kept)
+    assert (place / "night.json").is_file()

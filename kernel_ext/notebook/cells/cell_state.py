@@ -80,10 +80,15 @@ class CellInterrupts:
         self.requests = 0
         self.stopped: set[int] = set()
         self.gave_up = False
+        #: When silent ranks are asked where they are, so that their answers are there at `_name_at`.
         self._ask_at: float | None = None
+        #: When a line names the ranks that have not answered; None once it was shown, or after the last interrupt.
         self._name_at: float | None = None
+        #: When the run ends without the ranks that are left: set by the last interrupt, or by the cell's time limit.
         self._give_up_at: float | None = None
+        #: Reason of the last interrupt; empty if it was the user's.
         self._because = ""
+        #: Whether that line was shown: then the user's next interrupt is the last one, even if it is the user's first.
         self._named = False
 
     @property
@@ -96,6 +101,7 @@ class CellInterrupts:
         """Interrupt the ranks that have not ended the cell; ``because`` has the reason, unless the user asked for it."""
         self._because = because
         self.stopped |= set(running)
+        # Times of an interrupt that is under way stay: the promise of `PATIENCE` counts from the first one.
         if self._name_at is None and self._give_up_at is None:
             self._ask_at, self._name_at = now + PATIENCE - ASK_BEFORE, now + PATIENCE
         return [InterruptCell(tuple(sorted(running)))]
@@ -185,10 +191,15 @@ class CellState:
         self.running = set(self.ranks)
         self.finished = False
         self._ack_bytes = ack_bytes
+        #: Rank to its bytes at the last acknowledgement: a rank waits only while more than
+        #: `ACK_BYTES` are not acknowledged.
         self._acked = dict.fromkeys(self.ranks, 0)
         self._timeout = timeout
+        #: When the time limit passes; None without one, or once it has. The user's time at a prompt is added.
         self._timeout_at = None if timeout is None else now + timeout
+        #: When the failure of one rank interrupts the others; None before one, and once any interrupt was sent.
         self._grace_at: float | None = None
+        #: That failure, for the line about ranks that do not answer.
         self._failure = ""
         self._replaceable = replaceable
         self._newcomers = dict(newcomers or {})
@@ -196,15 +207,22 @@ class CellState:
         self._places = ProbeRound()
         self._interrupts = CellInterrupts(self._places)
         self._stalls = StallReport(cell, self.ranks, self._places, stall_time, now)
+        #: When a delayed interrupt goes to the ranks, unless `PoolReleased` comes before.
         self._interrupt_at: float | None = None
+        #: Whether this process detaches: an interrupt that comes now is Jupyter's, before a shutdown, not the user's.
         self._released = False
+        #: Since when a rank is at a prompt, where the cell's clocks stand; None while none is.
         self._asking_since: float | None = None
+        #: When the deaths in `_unannounced` get a line each; None while there are none.
         self._announce_at: float | None = None
         self._unannounced: list[RankDeath] = []
         self._done: dict[int, CellDone] = {}
         self._deaths: dict[int, RankDeath] = {}
+        #: Rank to the display of its last expression: equal ones are shown once, when all ranks have ended.
         self._shown: dict[int, Display] = {}
+        #: Ranks that still ran at the time limit.
         self._timed_out: tuple[int, ...] = ()
+        #: Rank that was given up to the place where it was then.
         self._unanswered: dict[int, str] = {}
 
     @property
@@ -473,6 +491,7 @@ class CellState:
 
     def _results(self) -> CellResults:
         if self._participants is not None and self._participants.ended:
+            # Training has gone on without these and has come to its end: their deaths must not make the results fail.
             self.ranks = tuple(rank for rank in self.ranks if rank not in self._deaths)
             self._deaths.clear()
         return CellResults(

@@ -175,6 +175,8 @@ class ReceiveWindow:
         if message.before == part.received:
             part.received, part.asked = message.total, False
             return MessageFate.TAKE
+        # Two requests to retransmit can overlap, one for a gap and one of `resync`: the
+        # second answer repeats messages.
         return MessageFate.DROP if message.before < part.received else self._ask(part)
 
     def done(self, rank: int, message: CellDone) -> MessageFate:
@@ -182,6 +184,8 @@ class ReceiveWindow:
         part = self._parts.get(rank)
         if part is None or part.ended:
             return MessageFate.DROP
+        # Output before it was lost with a connection. An end that is accepted now would close the part, and the
+        # rest of its output would be dropped.
         if message.total > part.received:
             return self._ask(part)
         part.ended = True
@@ -215,6 +219,7 @@ class ReceiveWindow:
         part = self._parts.get(rank)
         if part is None or part.ended:
             return None
+        # The caller asks for all that is missing, so a gap that shows before the answer needs no request of its own.
         part.asked = True
         return part.received, part.taken
 
@@ -348,6 +353,7 @@ class CellDispatcher:
         self._silent = False  # whether the pool is about to end, and lines are dropped
         self._interrupted: dict[int, float] = {}  # when each rank was interrupted last
         self._stall_time, self._replaceable = stall_time, replaceable
+        #: Rank that was given up to the id and label of the cell that it may still be in.
         self._abandoned: dict[int, tuple[str, str]] = {}
         self.first_to_fail: int | None = None
         self.requests = RankRequests(self, ranks)
@@ -421,6 +427,8 @@ class CellDispatcher:
         request = CellRequest(order.source, label=label, elastic=elastic)
         run = self._begin(order, ReceiveWindow(before, before), tuple(before), request, sink)
         run.joined.update(joined)
+        # Ranks report the order of an elastic cell only: of any other one the source died with the
+        # process that sent it.
         run.unknown = elastic is None
         if elastic is not None:
             run.handle.post(TakenOver(leaving))
@@ -573,6 +581,7 @@ class CellDispatcher:
             detail: More about its end.
             left: Whether it has left by the pool's order.
         """
+        # Before the locks, and one time for all cells: `CellResults.root_cause` compares it with the times of errors.
         when = time.monotonic_ns()
         with self._lock:
             self._abandoned.pop(rank, None)
@@ -611,6 +620,8 @@ class CellDispatcher:
         with self._lock:
             handles = [run.handle for run in self._runs.values()]
         for handle in handles:
+            # To all cells: the report names ranks and a collective, but no cell. `StallReport` finds out
+            # by asking the ranks.
             handle.post(CollectiveStalled(stall))
 
     # -- another coordinator --------------------------------------------------------------------------------------
@@ -696,6 +707,7 @@ class CellDispatcher:
                 for cell, run in self._runs.items()
                 if (found := run.arrivals.resend_position(rank)) is not None
             ]
+        # Also if there is no cell: the rank forgets all that are not listed, such as one whose discard was lost.
         self._client.post(TO_RANK, encode(ResendFrom(tuple(cells))), [rank])
 
     # -- to the ranks ---------------------------------------------------------------------------------------------
@@ -724,6 +736,7 @@ class CellDispatcher:
     def _discard(self, run: _DispatchedCell, results: CellResults | None) -> None:
         """Have the ranks forget a cell: at once if they keep much of it or may outlive this process, otherwise with their next cell."""
         cell, ranks = run.order.cell, run.handle.ranks
+        # Ranks of a kept pool forget it at once: the next notebook must not be shown an end that this one has seen.
         if not self._kept and results is not None and results.ok and not results.has_values:
             with self._lock:
                 if run.arrivals.is_empty and len(self._discards) < DISCARDS_AT_ONCE:
@@ -759,6 +772,7 @@ class CellDispatcher:
             if late := [rank for rank in run.arrivals.waiting if rank not in gone]:
                 # These joined just when the others ended, so no handle waits for them.
                 self.interrupt(late)
+            # The next process asks ranks for the cells that they retain, and goes on with those.
             if not self._leaving:
                 self._discard(run, results)
 
@@ -795,6 +809,8 @@ class CellDispatcher:
         if run is not None:
             run.handle.post(PromptAsked(rank, request))
         else:
+            # The run was given up, but the rank can still be in its cell: without an answer it would
+            # wait there for ever.
             self.reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
     @_mail.handles(Output, CellDone)

@@ -106,6 +106,8 @@ class CellHandle:
         self.results: CellResults | None = None
         self._run, self._sink = run, sink
         self._link = link
+        # A `SimpleQueue`, whose `put` is reentrant: the handler of SIGINT posts on a thread that may
+        # be inside of `put`.
         self._events: SimpleQueue[Event | None] = SimpleQueue()  # None only wakes the driver
         # Acknowledgements that wait until the sink's backlog is small enough.
         self._held: list[SendAcknowledge] = []
@@ -157,6 +159,8 @@ class CellHandle:
                 self._ended.wait(deadline.remaining())
             elif self._driver.acquire(timeout=-1 if timeout is None else timeout):
                 try:
+                    # After a waiter's time limit the lock is free: another thread that waits for the same
+                    # run drives it on.
                     self._drive(None if timeout is None else time.monotonic() + (deadline.remaining() or 0.0))
                 finally:
                     self._driver.release()
@@ -170,6 +174,7 @@ class CellHandle:
 
     def drive_in_background(self) -> None:
         """Drive the run on a thread of its own; :meth:`wait` then only waits."""
+        # Before the thread starts: the desk's queue has no lock, and is used by that thread alone from then on.
         self._desk.refuse(IN_BACKGROUND)
         self._thread = threading.Thread(target=self._drive, name=f"hvdlab-cell-{self.cell}", daemon=True)
         try:
@@ -254,6 +259,7 @@ class CellHandle:
                 self._desk.interrupted()
                 self._sink.shorten()
         if (asking := self._desk.ranks) != self._at_prompts:
+            # Before the event, whose handling comes back to this line: otherwise it would not end.
             self._at_prompts = asking
             self._take(AtPrompts(asking), now)
             if self._desk.asking:
@@ -268,12 +274,14 @@ class CellHandle:
         try:
             reply = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
         except KeyboardInterrupt:
+            # The desk's handler replaced that of `_sigint` while the user was asked, so no event was posted yet.
             self.post(self._on_signal)
             reply = ""
         if reply:
             self._sink.note(visible_lines(reply))
         if self._desk.shows_beside:
             self._sink.status("", final=True)
+        # No event reports that a rank got its answer, and the cell's clocks stand as long as one is at a prompt.
         if self._desk.ranks != self._at_prompts:
             self._at_prompts = self._desk.ranks
             self._take(AtPrompts(self._at_prompts), time.monotonic())
@@ -315,6 +323,8 @@ class CellHandle:
     def _finish(self) -> None:
         assert self.results is not None
         try:
+            # The sink first: a line that is posted meanwhile is in the queue, from which the link has it
+            # for the next cell.
             self._sink.finished(self.results)
             self._link.finished(self.results)
         finally:
@@ -323,6 +333,7 @@ class CellHandle:
     @contextmanager
     def _sigint(self) -> Iterator[None]:
         """Turn SIGINT into an event while the main thread waits: an exception could hit anywhere and lose output."""
+        # Python lets the main thread alone set handlers, and runs them there.
         if threading.current_thread() is not threading.main_thread():
             yield
             return

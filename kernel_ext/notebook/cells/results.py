@@ -339,9 +339,11 @@ class CellResults(Sequence[Any]):
     @property
     def root_cause(self) -> RootCause | None:
         """Return the failure that came first and that no other rank caused; None if all is well."""
+        # An abort, or an interrupt by the pool, follows from the failure of another rank, whatever its time.
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
         first = min(own, key=lambda r: (own[r].when, r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
+        # Errors have the clock of their rank's host: between hosts this order can be wrong.
         if death is not None and (first is None or death.when <= own[first].when):
             lines = tuple(crash_lines(death.tail))
             alike = [
@@ -465,8 +467,10 @@ class CellResults(Sequence[Any]):
     def __getitem__(self, index: slice) -> list[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
+            # Bounds are ranks, not positions: of a cell on ranks 2 and 3, `[2:]` has both values.
             wanted = range(*index.indices(self.ranks[-1] + 1))
             return [self.value(r) for r in wanted if r in self.ranks]
+        # Negative numbers alone are positions: no rank has such a number.
         return self.value(self.ranks[index] if index < 0 else index)
 
     def __len__(self) -> int:
@@ -503,6 +507,7 @@ class CellResults(Sequence[Any]):
             if done is None or not done.has_value:
                 continue
             bundle = self._shown[rank].data if rank in self._shown else {"text/plain": done.value_repr}
+            # By comparison with each group: bundles are dicts, which can't be keys.
             group = next((ranks for ranks, data in found if data == bundle), None)
             if group is None:
                 found.append(([rank], bundle))

@@ -37,10 +37,16 @@ class ProbeRound:
     def __init__(self) -> None:
         self.answers: dict[int, Stack] = {}
         self.deadline: float | None = None
+        #: Ranks that this round waits for; one that ends meanwhile is removed.
         self._asked: frozenset[int] = frozenset()
+        #: Rank to the finding about its process, of this round, or of an earlier one if it was silent since.
         self._seen: dict[int, str] = {}
+        #: Ranks with a finding of this round: an older one does not end the wait for an answer.
         self._seen_now: set[int] = set()
+        #: Rank to the last place that it answered with, kept for the line about a rank that has fallen silent.
         self._last: dict[int, str] = {}
+        #: Whether the round waits for findings about processes: it has a time limit for answers, and
+        #: then one for these.
         self._looking = False
 
     def ask(self, ranks: Iterable[int], now: float) -> list[Effect]:
@@ -162,14 +168,19 @@ class StallReport:
         self, cell: str, ranks: Collection[int], places: ProbeRound, every: float | None, now: float
     ) -> None:
         self._cell, self._ranks, self._places, self._every = cell, tuple(ranks), places, every
+        #: Collectives that are overdue, perhaps another cell's: only the ranks' answers show which.
         self._waits: dict[_Key, _OverdueCollective] = {}
+        #: Ranks whose part has ended, and below when the first one's did.
         self._ended: list[int] = []
         self._ended_at: float | None = None
+        #: When the next round of questions begins; None during one, or if only the coordinator's reports count.
         self._refresh_at = None if every is None else now + every
         self._shown: _OverdueCollective | None = None  # what is shown now; of several the oldest
+        #: Places as shown last: after a failure the ranks are not asked again.
         self._shown_places: list[str] = []
         self._vanished = False  # whether no rank was in it any more when the ranks were asked last
         self._behind = False  # whether a line says now that ranks are behind
+        #: Whether the text stays as it is, since the cell was interrupted or has ended.
         self._quiet = False
         self._oldest = 0.0  # seconds of the collective that executes longest
 
@@ -196,6 +207,7 @@ class StallReport:
             wait.seen.setdefault(rank, 0.0)
         for rank in stall.missing:
             wait.seen.pop(rank, None)
+        # After a round that is under way, `placed` finds this wait, and the next round asks its ranks.
         return [] if self._places.running else self._ask(now)
 
     def rank_ended(self, rank: int, now: float) -> None:
@@ -312,6 +324,7 @@ class StallReport:
                 wait.missing.discard(rank)
                 wait.seen[rank] = seconds
             elif rank in wait.seen:
+                # Fewer seconds than before: that one has ended, and the rank is in the next one of this name.
                 if seconds is None or seconds < wait.seen[rank]:
                     return True
                 wait.seen[rank] = seconds

@@ -76,7 +76,9 @@ class DebugConnections:
     """Debug connections of a pool: pass mail of debug servers on to the session that it belongs to."""
 
     def __init__(self, client: Client) -> None:
+        # Weak: this object is a value of `_desks`, and a reference to its own key would keep both for ever.
         self._post = weakref.WeakMethod(client.post)
+        # From a random number on: ranks of a kept pool may still have sessions of the process before this one.
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._sessions: dict[int, DebugSession] = {}
         self._pids: dict[int, int] = {}
@@ -111,6 +113,7 @@ class DebugConnections:
     def _members(self, membership: Membership) -> None:
         before, self._pids = self._pids, {member.rank: member.pid for member in membership.members}
         for rank in lost_ranks(before, self._pids):
+            # A copy: the control channel's thread begins and ends sessions meanwhile.
             for session in tuple(self._sessions.values()):
                 session.gone(rank, "it has ended")
 
@@ -346,6 +349,7 @@ class DebugHub:
     def _handle(self, event: Event) -> None:
         if self._mux is not None:
             self._do(self._mux.handle(event))
+        # After each event, whichever it was: `prepare` waits for ranks that become ready, are refused or end.
         with self._changed:
             self._changed.notify_all()
 

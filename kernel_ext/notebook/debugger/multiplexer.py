@@ -130,22 +130,31 @@ class Multiplexer:
     """
 
     def __init__(self, attach: Json, cells: str, for_ranks: Callable[[str], bool]) -> None:
+        #: The rank whose frame the user has selected: the buttons move it.
         self._selected = 0
+        #: Whether the buttons move that rank only, and not all that have stopped.
         self._alone = False
         self._stepping: int | None = None  # the selected rank, while it steps
         self._held: list[tuple[int, Json]] = []  # the ``stopped`` events of others meanwhile
         self._sent_scope: Json | None = None  # what a frontend that has asked knows
         self._cells = cells
         self._ranks: dict[int, DebuggedRank] = {}
+        #: Key of each request of the frontend that has no answer yet.
         self._open: dict[int, PendingReplies] = {}
         self._threads, self._frames, self._variables = Numbers(), Numbers(), Numbers()
+        #: Whether the frontend asks for threads: it shows each by itself, so stacks of ranks must not be joined.
         self._knows_threads = False
         self._seq = 0
         self._attach, self._for_ranks = attach, for_ranks
         self._on = False
+        #: Rank to the reason why it can't be debugged, as the user has seen it.
         self._refused: dict[int, str] = {}
+        #: Arguments of the frontend's `initialize`: ranks that come later get the same.
         self._initialize: Json = {}
+        #: File to the last `setBreakpoints`, with the lines to which a debug server moved them, for
+        #: ranks that come later.
         self._breakpoints: dict[str, Json] = {}
+        #: Command to arguments of other settings, for ranks that come later.
         self._kept: dict[str, Json] = {}
 
     # -- state -----------------------------------------------------------------------------------------------------------
@@ -439,6 +448,7 @@ class Multiplexer:
             going = [(rank, next(iter(self._ranks[rank].stopped))) for rank in self.stopped]
         asked = {rank: {**request, "arguments": {**arguments, "threadId": own}} for rank, own in going}
         for rank, _ in going:
+            # Before the rank confirms it: `_show_again` must not show it as stopped meanwhile.
             self._ranks[rank].going = True
         everything = {rank for rank, _ in going} == set(self.stopped)
 
@@ -504,6 +514,7 @@ class Multiplexer:
         if not self.stopped and self._stepping is None:
             self._selected = rank
         one.stopped[body.get("threadId", one.main)] = None
+        # Each debug server numbers breakpoints by itself: a rank's numbers mean nothing to the frontend.
         stopped = {key: value for key, value in body.items() if key != "hitBreakpointIds"}
         stopped |= {
             "threadId": self._threads.assign(rank, body.get("threadId", one.main)),
@@ -646,6 +657,7 @@ class Multiplexer:
     def _copy(self, key: int, request: Json, rank: int, frame: int) -> list[Effect]:
         arguments = request["arguments"]
         names = [arguments.get("dstVariableName", ""), arguments.get("srcVariableName", "")]
+        # The names become parts of an expression, which the rank evaluates.
         if not all(isinstance(name, str) and name.isidentifier() for name in names):
             return [self._failed(key, request, "these are no names of variables")]
         inner = {"expression": f"globals()[{names[0]!r}]", "value": names[1], "frameId": frame}
@@ -662,6 +674,7 @@ class Multiplexer:
 
         def finish(got: dict[int, Json]) -> list[Effect]:
             try:
+                # The text can come from a `__repr__` of the user's: `literal_eval` runs none of it here.
                 data, metadata = ast.literal_eval(got[rank]["body"]["result"])
             except (KeyError, TypeError, ValueError, SyntaxError, MemoryError, RecursionError):
                 return [self._failed(key, request, f"rank {rank} can't show it")]

@@ -220,6 +220,7 @@ class IpyparallelCluster:
             if self._closed:
                 return
             self._closed, self._left = True, keep
+        # After `_closed` is set: `_call_soon` schedules nothing more on a loop that is about to close.
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -254,6 +255,7 @@ class IpyparallelCluster:
         self._cluster = Cluster(
             controller_launcher_class=ForkControllerLauncher,
             send_engines_connection_env=False,
+            # The pool ends the controller; that of a kept pool goes on when this process ends.
             shutdown_atexit=False,
             parent=None,
             log=log,
@@ -367,6 +369,7 @@ class IpyparallelCluster:
             return  # everything has ended with it
         if self._engines is not None:
             self._engines.notify_stop({"exit_code": 0, "identifier": self._engines.identifier})
+            # `stop_cluster` stops all engine sets that it knows, and `stop` of this one would end the ranks.
             cluster.engines.clear()
         await cluster.stop_cluster()
 
@@ -509,6 +512,7 @@ class EngineRegistration:
             self._under_way.pop(rank, None)
             self._joined.discard(rank)
             self._ranks.discard(rank)
+            # A `Counter` raises no KeyError here, for a rank that never had a request.
             del self._tries[rank]
             if rank in self._waiting:
                 self._waiting.remove(rank)

@@ -89,6 +89,8 @@ class ForkControllerLauncher(LocalControllerLauncher):  # type: ignore[misc]  # 
         if not self.ended.done():
             self.fork_server.send(Signal(CONTROLLER, signal.SIGTERM))
             try:
+                # Shielded: a wait that times out cancels its future, and with it `ended`, which `has_ended`
+                # could not complete then.
                 await asyncio.wait_for(
                     asyncio.shield(asyncio.wrap_future(self.ended)), self.stop_seconds_until_kill
                 )
@@ -252,6 +254,7 @@ def _keys(path: Path) -> _Keys:
 
 
 def _read(path: Path) -> _Keys:
+    # Opened first and checked then: the file at the path could be exchanged between a check and the opening.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         status = os.fstat(file.fileno())

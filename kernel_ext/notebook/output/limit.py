@@ -65,8 +65,10 @@ class LimitedSink(OutputSink):
         self._share = max(LEAST_SHARE, limit // max(1, len(ranks)))
         self._ranks = {rank: _Rank() for rank in ranks}
         self._running = set(ranks)
+        #: Ranks whose hidden output has grown since their line was shown; below, when these lines may be shown again.
         self._changed: set[int] = set()
         self._at = 0.0
+        #: Whether the line about the limit was shown: one for the cell, not one for each rank.
         self._explained = False
         self._transcript: KeptOutput | None = None
 

@@ -330,6 +330,7 @@ class LiveView:
     def __init__(self, splitters: Mapping[Source, LineSplitter], *, hold: float, refresh: float) -> None:
         self._splitters = splitters
         self._hold, self._refresh = hold, refresh
+        #: The state that was returned last, and below when: an equal one is not shown again.
         self._shown: dict[Source, tuple[str, ...]] = {}
         self._at = float("-inf")
 
@@ -495,10 +496,12 @@ class LineMerger:
         self._hold, self._merge = hold, merge
         self._labelled = len(self.ranks) > 1
         self._plain = not self._labelled  # text is passed on as it is
+        #: How often each line is in all queues: so a head need not be searched for in each rank's.
         self._totals: dict[Key, int] = {}
         self._queues = {rank: RankQueue(rank, self._totals) for rank in self.ranks}
         self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in _STREAMS}
         self._pieces: list[Piece] = []
+        #: Text of the stream `_name` that is in no piece yet: neighbouring lines become one piece.
         self._text: list[str] = []
         self._name = "stdout"
         self._live = LiveView(self._splitters, hold=hold, refresh=refresh)

@@ -109,8 +109,10 @@ class Transcript:
         self.began = time.time()
         self._room = room
         self._spool = Spool(directory)
+        #: Entries that are in no file yet; if files can't be written, they stay here to the end.
         self._recent: list[Entry] = []
         self._recent_bytes = 0
+        #: When the files were written last, by `time.monotonic()`.
         self._wrote_at = 0.0
         self._rich = 0  # displays and clears so far
         self._cleared: dict[int, int] = {}  # rank to the number of its last clear among those
@@ -253,6 +255,7 @@ class Transcript:
         with self.lock:
             self._recent, self._recent_bytes = [], 0
             self._spool.remove()
+            # Output that still comes is then counted as lost, and makes no files again.
             self.why = self.why or "it was removed to make room"
 
 
@@ -310,6 +313,7 @@ class Spool:
             index += _RECORD.pack(rank, kind, len(raw))
         for path, pieces in data.items():
             self._write(path, b"".join(pieces))
+        # Last: after a failure above, no record refers to bytes that are missing.
         self._write(self.directory / "index", bytes(index))
 
     def entries(self) -> Iterator[Entry]:
@@ -320,6 +324,7 @@ class Spool:
         with ExitStack() as stack:
             files: dict[Path, BufferedReader] = {}
             index = stack.enter_context(path.open("rb"))
+            # The last record can be cut short, by a disk that was full in the middle of it.
             while len(record := index.read(_RECORD.size)) == _RECORD.size:
                 rank, kind, length = _RECORD.unpack(record)
                 path = self._file(rank, kind)
@@ -500,6 +505,8 @@ class CellRecorder(OutputSink):
         self.transcript = transcript
         self._failure: Exception | None = None
         self._own = tuple(map(GuardedSink, each_sink(sinks)))
+        #: Sinks that were added later, with their ranks: a new tuple each time, since the driver also
+        #: iterates without the lock.
         self._attached: tuple[tuple[GuardedSink, frozenset[int]], ...] = ()
         self._wake: Callable[[], None] | None = None
         self._late: ShowLate | None = None
@@ -546,6 +553,7 @@ class CellRecorder(OutputSink):
                 self.transcript.replay(sink, ranks)
                 if self.transcript.running:
                     self._attached = (*self._attached, (GuardedSink(sink), frozenset(ranks)))
+        # The driver can be asleep without a time limit, and the new sink may have output to show.
         if self._wake is not None:
             self._wake()
 
@@ -730,6 +738,7 @@ class TranscriptStore:
     def _forget(self, cell: str) -> bool:
         """Forget a cell, unless it is being shown. Returns whether it was forgotten."""
         transcript = self._recorders[cell].transcript
+        # Without waiting: a cell that writes has its transcript's lock and waits, in `_room`, for the store's.
         if not transcript.lock.acquire(blocking=False):
             return False
         try:

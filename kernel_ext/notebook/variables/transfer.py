@@ -93,6 +93,7 @@ def pull(
     for rank, answer in found.items():
         # The bytes come from a rank that this pool started: code that the user runs with the same rights.
         if rank in parts:
+            # Popped: otherwise the pickles of all ranks would stay in memory beside their values.
             stream, *buffers = parts.pop(rank)
             values[rank] = _unpickled(stream, buffers, imports)
         elif answer.pickles[0] is not None:

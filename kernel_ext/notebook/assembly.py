@@ -53,11 +53,13 @@ from hvdlab.launch.starter import Capability, Ended, Launcher, Started, Waiting
 
 def default_size() -> int:
     """Return the number of usable cores, at least 2, so that there is a rank to communicate with."""
+    # Not `os.cpu_count`: a batch system or a container can give this process fewer cores than the host has.
     return max(2, len(os.sched_getaffinity(0)))
 
 
 def check_size(np: Any) -> int:
     """Return ``np`` if it is a number of ranks that a pool can have. Raises ``InvalidRequestError`` if not."""
+    # True is an int, too, and would start a pool of one rank.
     if isinstance(np, bool) or not isinstance(np, int):
         raise InvalidRequestError(f"np={np!r} is no number of ranks; give a whole number, such as np=4.")
     if np < 1:
@@ -120,6 +122,7 @@ def limits_explained(what: str) -> Iterator[None]:
             raise
         raise StartError(f"{what}: {why_not(error)}") from error
     except RuntimeError as error:
+        # CPython raises a plain RuntimeError for it, without a class or an errno to go by.
         if isinstance(error, HvdlabError) or "start new thread" not in str(error):
             raise
         raise StartError(f"{what}: {error}: {REMEDIES[errno.EAGAIN]}") from error
@@ -285,6 +288,8 @@ class PoolParts:
             near=launcher.forks,
         )
         if keeping is not None and not begun:
+            # Before `follow` and `listen`: they report ends, and those of ranks that the group does
+            # not know are dropped.
             adopt_ranks(keeping, processes, self.group)
         if keeping is not None:
             keeping.follow(self, self._lost_hold)
@@ -615,10 +620,13 @@ class PoolParts:
             self.rebuilder.close()
             self.companion.close(keep=self.keeping.near)
             with contextlib.suppress(CoordinatorLostError):  # then the keeper of the pool informs its ranks
+                # Before `_end_runs`, by which this process would have its cells discarded: the next one
+                # asks ranks for them.
                 self.runs.keep_cells_on_ranks()
                 self.runs.post(TO_RANK, encode(SetOwner(0, 0)), tuple(self.group.pids()))
             self._end_runs("the notebook has let go of the pool; what runs there goes on")
             self.keeping.disconnect(self.processes)
+            # After the connections are closed: from here on another process can claim the pool.
             self.keeping.release()
             self.rebuilder.join()
 

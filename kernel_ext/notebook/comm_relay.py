@@ -34,6 +34,7 @@ class _Widget:
         state = data.get("state") or {}
         self.state = {**self.state, **state}  # a new one: a reader may still have the one before
         paths = [tuple(path) for path in data.get("buffer_paths") or ()]
+        # A key that comes again replaces all its buffers, also those at paths that the new value lacks.
         said = {*state, *(path[0] for path in paths)}
         self.buffers = {path: one for path, one in self.buffers.items() if path[0] not in said}
         self.buffers.update(zip(paths, buffers, strict=False))

@@ -112,6 +112,7 @@ class CoordinatorRecovery:
     def await_recovered(self, timeout: float | None) -> bool:
         """Wait until all known deaths are handled. Returns False if that takes longer than ``timeout`` seconds; None: no limit."""
         done = threading.Event()
+        # Jobs run one after the other, so this one runs once the deaths before it are handled.
         self._jobs.put(done.set)
         return done.wait(timeout)
 
@@ -139,6 +140,7 @@ class CoordinatorRecovery:
 
     def _came_back(self, rank: int, pid: int, seconds: float) -> None:
         """Resend lost messages to a rank that the coordinator had given up, and that is connected again."""
+        # Not on this thread: `rank_reconnected` waits until no cell is being sent, and mail must not wait for that.
         self._jobs.put(partial(self._take_back, rank, pid, seconds))
 
     # -- the thread -----------------------------------------------------------------------------------------------
@@ -166,6 +168,7 @@ class CoordinatorRecovery:
             reason = deaths.get((rank, pid))
             # Not one that has ended already: the starter is about to report how.
             if reason is not None and self._group.pids().get(rank) == pid and _lives(pid):
+                # Before the kill: the starter would report a SIGKILL, and not why the coordinator gave the rank up.
                 self._group.set_exit_reason(rank, pid, reason)
                 self._group.kill([rank])
                 self._schedule(KILLED_WITHIN, partial(self._give_rank_up, rank, pid, reason))
@@ -187,12 +190,14 @@ class CoordinatorRecovery:
         while self._client.closed and not self._closing.is_set():
             if self._closed_in_pause(how):
                 return
+            # Before it is known whether one has died: `_go_on` subtracts it again if only the connection was lost.
             self._deaths.add()
             try:
                 recovered = self._recovery.run()
                 how = self._recovery.ending or how
                 self._go_on(recovered)
             except CoordinatorLostError:
+                # The successor has ended as well: the loop starts another one.
                 how = self._recovery.ending or how
             except (StartError, TimeoutError, InvalidRequestError, OSError) as error:
                 how = self._recovery.ending or how

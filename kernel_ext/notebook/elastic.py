@@ -174,6 +174,7 @@ class UnsyncedRanks:
     def mark_joined(self, cell: str, rank: int) -> None:
         """Remove a rank that has entered the cell that it was sent, with the others' variables. Its message can come twice."""
         with self._lock:
+            # A repeated message of a cell that has ended must not count for the one that the rank was sent since.
             if self._joining.get(rank) != cell:
                 return
             self._forget([rank])

@@ -83,6 +83,7 @@ class AttachedCoordinator:
         first = Process.of(pid) if pid else kept.coordinator
         self.replaced = first != kept.coordinator
         self._first = first.pid
+        # A descriptor: this process need not be its parent, so another process can get its number later.
         self._process = open_process(first.pid, first.started)
         self._successor: CoordinatorProcess | None = None
         self._launch: CoordinatorLaunch | None = None
@@ -333,6 +334,7 @@ class LocalKeptPool:
 
     def connect(self, deadline: Deadline) -> PoolProcesses:
         """Connect to the pool's processes. Raises ``StartError``."""
+        # Messages are tagged with the names of their classes, which can differ from version to version.
         if self.kept.version != __version__:
             raise StartError(
                 f"the pool `{self.name}` runs hvdlab {self.kept.version}, which hvdlab {__version__} can't talk to; attach "
@@ -426,6 +428,7 @@ def stop_local(name: str) -> None:
             os.kill(keeping.kept.warm.pid, signal.SIGKILL)
     else:
         warm.close()
+    # Last: ranks that lose their coordinator would wait for a successor.
     coordinator.close()
     keeping.forget()
 
@@ -502,6 +505,7 @@ class LauncherKeptPool:
         """Begin a pool without ranks. Raises ``InvalidRequestError`` for the name, ``StartError`` if it can't be begun."""
         keeper = launchers.keeper(launcher)
         assert keeper is not None
+        # Encoded here: the keeper sends it when the owner has died, and knows no messages of kernels.
         vacant = (TO_RANK, encode(SetOwner(0, 0)))
         request = KeepRequest(name, size, plane, module, options, vacant, this_process())
         return cls(keeper.begin(request, deadline.remaining() or 60))
@@ -815,6 +819,7 @@ def resume_cell(
     handle = runs.take_over(
         left.cell, left.label, before, recorder, order=left.order, joined=left.joined, leaving=leaving
     )
+    # Any event has the driver call `tick`; this one changes nothing as long as no time limit has passed.
     recorder.driven(lambda: handle.post(DeadlineReached()))
     if left.missing:
         handle.post(PoolNews(left.missing))

@@ -101,6 +101,7 @@ class MembershipHistory:
         changes, at = [], time.time()
         with self._lock:
             waiting, here = set(now.waiting), set(now.ranks)
+            # No change of the history, but views show it beside the ranks.
             released, self._leaving = now.leaving != self._leaving, now.leaving
             for rank in sorted(waiting - self._waiting.keys()):
                 self._waiting[rank] = at
@@ -250,6 +251,7 @@ class ElasticAdmission:
         new = tuple(rank for rank in ranks if rank in self._group.ready())
         loaded: tuple[int, ...] | None = None
         for cell, (_, running) in self._runs.elastic().items():
+            # Not a new rank that is in the cell already: it may lack the variables as well.
             sources = [rank for rank in running if rank not in new and rank in self._group.ready()]
             if not new or not sources:
                 continue

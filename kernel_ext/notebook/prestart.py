@@ -160,6 +160,7 @@ class Prestart:
             self._taken = True
         self._fork_server.close()
         self._thread.join()
+        # After the join: the thread may have made them only now.
         if self._processes is not None:
             self._processes.end_all()
 

@@ -141,6 +141,7 @@ class RankLifecycle:
             if isinstance(event, Ended) and (reason := self._reasons.pop((event.rank, event.pid), "")):
                 event = replace(event, reason=reason)
             ready = self._members.ready
+            # The starter reports a SIGKILL: a cell that the rank ran shows that the user restarted it.
             if isinstance(event, Ended) and event.rank in self._ending:
                 self._ending.discard(event.rank)
                 event = Ended(event.rank, event.pid, "ended by a restart")
@@ -268,6 +269,7 @@ class RankLifecycle:
             deadline = self._wait_for_room(deadline, progress)
             self._wait_ready(new, deadline)
         except BaseException:
+            # Also after KeyboardInterrupt: an interrupted start must leave no process that the pool does not count.
             ready = self.ready()
             self.kill([rank for rank in new if rank not in before or rank not in ready])
             self.handle(PoolSizeSet(before))
@@ -322,6 +324,7 @@ class RankLifecycle:
         if not said:
             return deadline
         while said and not self._broken:
+            # Without the lock: it writes to a frontend, and the starter's thread needs the lock for its reports.
             progress(said)
             with self._changed:
                 while self._waits_for == said and not self._broken:

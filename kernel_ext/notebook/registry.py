@@ -217,6 +217,7 @@ class KeptPoolRegistry:
 
     def _write(self, kept: KeptPoolEntry) -> None:
         path = self._file(kept.name)
+        # Not `.json`: a draft that a killed process has left must not be read as an entry.
         draft = path.with_suffix(f".{os.getpid()}")
         try:
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

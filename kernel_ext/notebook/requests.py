@@ -129,6 +129,7 @@ class RankRequests:
         """Send all questions again that have no answer: they, or the answers, may be lost. Any thread."""
         with self._changed:
             unanswered = [(question.body, tuple(question.waiting)) for question in self._open.values()]
+        # Without the lock, which the client's thread needs for each answer that comes meanwhile.
         for body, ranks in unanswered:
             if ranks:
                 self._mail.post(TO_RANK, body, ranks)

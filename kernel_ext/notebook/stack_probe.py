@@ -79,6 +79,7 @@ class CellProbe:
 
     def probe_processes(self, ranks: Sequence[int]) -> None:
         """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""
+        # On another thread: a dump can need all of `DUMP_WITHIN`, and the caller drives the cell.
         threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
 
     def _look(self, ranks: Sequence[int]) -> None:
@@ -130,6 +131,7 @@ class Processes:
         asked = {rank: pid for rank, pid in pids.items() if pid not in known}
         dumped = dumped_places(asked) if asked else {}
         known.update({pid: (now, dumped.get(rank, "")) for rank, pid in asked.items()})
+        # Replaced as a whole: probes of several cells run at once.
         self._dumped = known
         return {rank: known[pid][1] for rank, pid in pids.items()}
 
@@ -171,6 +173,7 @@ def dumped_places(pids: Mapping[int, int]) -> dict[int, str]:
             with contextlib.suppress(OSError):
                 files[rank] = os.fdopen(_find_file(pid), "rb+", buffering=0)
                 opened.callback(files[rank].close)
+                # Before the signal, which the process answers at once: an old dump would pass for the new one.
                 files[rank].truncate(0)
                 os.kill(pid, SIGNAL)
         deadline, places = Deadline(DUMP_WITHIN), dict[int, str]()
@@ -232,6 +235,7 @@ def _dump(path: str, pid: int, within: float) -> tuple[str, ...]:
         hint = "; `sysctl kernel.yama.ptrace_scope=0` may allow it" if "ermission" in done.stderr else ""
         return (f"py-spy failed: {said[0] if said else done.returncode}{hint}",)
     threads = json.loads(done.stdout)
+    # Linux gives the main thread the number of its process.
     main = next((t for t in threads if t.get("os_thread_id") == pid), threads[0] if threads else {})
     return _lines(main.get("frames", []))
 

@@ -82,6 +82,7 @@ def _numbers(text: str) -> list[int]:
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
         low, high = int(first), int(last or first)
+        # A bound, since a typing error such as `0-9999999999` must not fill the memory.
         ranks.update(range(low, min(high, low + 100_000) + 1))
     return sorted(ranks)
 
@@ -126,11 +127,17 @@ class PromptQueue:
     """
 
     def __init__(self) -> None:
+        #: Rank and number to each question without an answer, in the order in which they came.
         self._waiting: dict[tuple[int, int], PromptRequest] = {}
         self._answered: dict[tuple[int, int], PromptReply] = {}  # the newest
+        #: Ranks that got an answer and may ask again at once, as debuggers do: until then the user stays with them.
         self._expected: set[int] = set()
+        #: When the user is asked for other ranks all the same.
         self._expected_until = 0.0
+        #: Until when questions of other ranks can come first: the prompt shows whether others wait, and
+        #: stays as it is.
         self._gather_until = 0.0
+        #: The rank that got the last answer, or that the user chose: its questions come first.
         self._current: int | None = None
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -361,6 +368,8 @@ class PromptDesk:
     def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> None:
         """Take a rank's question."""
         self._send(self._queue.prompt_asked(rank, request, now))
+        # While the main thread asks the user, another one drives the cell; otherwise the driver has to
+        # be the main thread.
         if self._refusal or not (self.asking or threading.current_thread() is threading.main_thread()):
             self._refuse(self._refusal or IN_BACKGROUND, now)
 
@@ -383,6 +392,7 @@ class PromptDesk:
 
     def withdraw(self, rank: int, number: int | None = None) -> None:
         """Stop waiting for the user if the rank does not wait for an answer (to this question) any more."""
+        # Read once: the main thread clears it as soon as the user has answered.
         asking = self._asking
         if asking is not None and asking.rank == rank and number in (None, asking.request.number):
             self.cancel_current()
@@ -395,6 +405,8 @@ class PromptDesk:
             self._withdrawn = True
             main = threading.main_thread().ident
             assert main is not None
+            # To that thread: a signal to the process can arrive on another one, and would not break
+            # the main thread's read.
             signal.pthread_kill(main, SIGNAL)
 
     # -- asking ---------------------------------------------------------------------------------------------------
@@ -440,8 +452,10 @@ class PromptDesk:
             self._refuse(self._refusal, now)
             return ""
         if error:
+            # The rank can have died, or gone on, while the user was asked.
             self._send(self._queue.end([question.rank], error, now) if question.rank in self.ranks else [])
             return ""
+        # The block is left, so the thread that drove the cell meanwhile has ended: the queue has no lock.
         answers, reply = self._queue.answered(question, line, now)
         self._send(answers)
         return reply

@@ -91,6 +91,7 @@ class MagicParser(argparse.ArgumentParser):
         example: str,
         split: Callable[[str], list[str]] | None = None,
     ) -> None:
+        # No abbreviations: `parse_with_code` and `candidates` find options by their whole names.
         super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
         self.example = example
         self._split = split or _split
@@ -214,6 +215,7 @@ def seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
+    # Not `value <= 0`, which is False for NaN.
     if not value > 0:
         raise argparse.ArgumentTypeError(f"a number of seconds above 0 was expected, not {text!r}")
     return value

@@ -81,13 +81,18 @@ class Strip:
 
     def __init__(self, publisher: LineTracking, load: Loader, area: str, now: float) -> None:
         self._publisher, self._load, self._name = publisher, load, area
+        #: When `tick` acts next; None if it never does again.
         self._at: float | None = now + DELAY
         self._loading: threading.Thread | None = None
         self._make: Callable[[], StripView] | None = None
         self._view: StripView | None = None
+        #: Display area of the widget; empty as long as it is not shown.
         self._area = ""
+        #: Number of areas so far, and of the channel's clears at the last one: a clear removes the
+        #: strip from the page.
         self._number = self._cleared = 0
         self.stalled = ""
+        #: Ranks that began the cell when there was no view yet, or since its last update.
         self._newcomers: list[int] = []
         self._failures = Failures()
         #: The failures as shown last, and whether they are shown in an area of their own.
@@ -97,6 +102,7 @@ class Strip:
         """Load, show or update the strip if that is due, and return the time of the next call; None for no further one."""
         if self._at is None or now < self._at:
             return self._at
+        # Before the step: the time of the next try, if this one fails.
         self._at = now + AGAIN
         with self._failures.guard("the strip under the cell"):
             self._at = self._step(now)
@@ -108,6 +114,7 @@ class Strip:
         if not (found := self._failures.all()):
             return
         text = "\n".join(map(str, found))
+        # Not within a line of output, which a display would cut in two; the next tick tries again.
         if text == self._shown_failures or self._publisher.in_line:
             return
         self._shown_failures = text

@@ -299,6 +299,7 @@ class BackgroundCell:
         """
         results = self._run.wait(timeout)
         results.import_display = CellImportDisplay()
+        # The user may have bound the name to another value since.
         if self._name and self._shell.user_ns.get(self._name) is self:
             self._shell.user_ns[self._name], results.name = results, self._name
         self._pool.explain(results)
@@ -364,6 +365,7 @@ class LateOutputView:
                 if self._waiting:
                     continue
                 if at is None:
+                    # Under the lock, in which callers check for a thread: output that comes now starts another one.
                     self._thread = None
                     return
                 self._changed.wait(max(0.0, at - time.monotonic()))

@@ -63,6 +63,7 @@ class DebugMagics(NotebookMagics):
         from hvdlab.magics.cell_view import run_cell
 
         with as_usage_error():
+            # By an expression: a cell that goes well would have the rank drop the frames of the error.
             failed = pool.pull(HAS_FAILED, [chosen])[chosen]
         if not failed:
             raise UsageError(
@@ -98,6 +99,7 @@ def load_debugger(session: NotebookPool, auto: AutoRun) -> DebugHub | None:
         return None
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
 
+    # Without the check, which stops a pool that is broken: the hub asks on any thread.
     hub = DebugHub(kernel, lambda: session.pool_unchecked, lambda code: runs_on_ranks(session, auto, code))
     session.watchers.append(hub.pool_changed)
     session.debugger = hub

@@ -121,6 +121,7 @@ class NotebookPool:
             from hvdlab.kernel_ext.notebook.comm_relay import CommRelay
 
             CommRelay(pool.client, lambda: FixedCellChannel(self.shell).stream, self._widgets)
+        # A copy: the panel may end on the main thread while the thread of a start is here.
         for watcher in tuple(self.watchers):
             watcher()
 
@@ -300,6 +301,7 @@ class NotebookPool:
         start, self._start_under_way = self._start_under_way, None
         if start is not None:
             start.close()
+        # After the start is closed: until then its thread can still set a pool.
         pool, self._pool = self._pool, None
         if pool is not None and pool.state != "stopped":
             if pool.name:
@@ -384,6 +386,7 @@ class NotebookPool:
         except KeyboardInterrupt:
             raise Interrupted("interrupted; the ranks go on starting") from None
         except BaseException:
+            # The error is raised once: the next cell begins another start.
             self._start_under_way = None
             raise
         self._start_under_way = None
@@ -533,6 +536,7 @@ class BackgroundStart:
         """Abandon the start: the pool ends as soon as it has started."""
         with self._lock:
             self._closed = True
+        # Without the lock, which the thread needs when its pool is there.
         self._thread.join(LEAVE_WITHIN)
 
     def _run(self) -> None:

@@ -26,6 +26,7 @@ class RunningCellChannel:
         self._last = sys.stdout
 
     def stream(self, name: str, text: str) -> None:
+        # Read at each call: `%%capture` and `redirect_stdout` exchange the streams while the cell runs.
         target = sys.stderr if name == "stderr" else sys.stdout
         if target is not self._last:
             self._last.flush()
@@ -52,6 +53,7 @@ class FixedCellChannel:
     def __init__(self, shell: InteractiveShell) -> None:
         kernel: Any = shell.kernel  # type: ignore[attr-defined]  # only a kernel's shell has it
         self._session, self._socket = kernel.session, kernel.iopub_socket
+        # Read now: later the kernel's parent is the request of another cell.
         self._parent = kernel.get_parent("shell")
 
     def stream(self, name: str, text: str) -> None:

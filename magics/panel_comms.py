@@ -48,6 +48,7 @@ class PanelComms:
         self._closed = False
         self._stream = create_comm(target_name=TARGET, comm_id=STREAM, primary=False)
         self._requests = create_comm(target_name=TARGET, comm_id=REQUESTS, primary=False)
+        # Before the comms are registered: from then on a page's message finds them, perhaps on another thread.
         self._requests.on_msg(self._receive)
         for comm in (self._stream, self._requests):
             get_comm_manager().register_comm(comm)
@@ -57,6 +58,7 @@ class PanelComms:
 
     def close(self) -> None:
         """Close the comms, by which the pages learn that no further message comes."""
+        # First: feeds run until they are closed below, and `_send` drops their messages.
         self._closed = True
         self._session.watchers.remove(self._pool_changed)
         with self._starting:
@@ -106,6 +108,7 @@ class NotebookPanelBackend:
             if own is None or own.state == "stopped":
                 return self._last() if self._last is not None else None
             recording = own.client.recording
+            # Weak: the panel alone must not keep a million rows of a pool that has ended.
             self._last = weakref.ref(recording)
             return recording
         return self._client(pool).recording

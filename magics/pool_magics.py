@@ -196,6 +196,7 @@ class PoolMagics(NotebookMagics):
         pool = self.session.need_pool("%hvd_pool restart")
         from hvdlab.kernel_ext.notebook.elastic import missing_names_notice
 
+        # Not the ranks that live: a lost one can be started again as well.
         everyone = list(range(pool.size))
         ranks = everyone if options.argument is None else parse_ranks(options.argument, everyone)
         with as_usage_error():

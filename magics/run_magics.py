@@ -54,6 +54,7 @@ class CellMagics(NotebookMagics):
             )
         offset = 0 if cell is None else magic_line_offset(self.session.raw_cell, "hvd_run")
         installs, source = split_installs(parser.prog, source)
+        # Before packages are installed and ranks are started: a typing error costs neither.
         check_syntax(self.session.shell, source, offset)
         self._install(installs)
         if not source.strip():
@@ -227,6 +228,7 @@ class AutoMagics(NotebookMagics):
         """Run this cell in the notebook's own process, also where ``%autohvd`` sends cells to the ranks."""
         shell = self.shell
         assert shell is not None
+        # The cell passes the shell's transformers once more, and this one would send it to the ranks.
         was, self._auto.on = self._auto.on, False
         try:
             result = shell.run_cell(cell, store_history=False)

@@ -58,8 +58,11 @@ class PacedOutbox:
         self._limiter = RateLimiter(clock())
         self._waiting: deque[_Message] = deque()
         self._backlog = 0
+        #: When the limiter admits the first message: before that, `tick` need not measure its text again.
         self._blocked_until = float("-inf")
+        #: Whether the user has interrupted the cell: from then on most of the backlog is dropped.
         self._hurried = False
+        #: Lines that were dropped, and that no notice has counted.
         self._skipped = 0
 
     @property
@@ -174,7 +177,9 @@ class RateLimiter:
 
     def __init__(self, now: float) -> None:
         self._at = now
+        #: Bytes that may go at once; `BYTES_PER_SECOND` are added, up to a burst.
         self._allowance = float(BURST_BYTES)
+        #: Time and size of each message within the last `WINDOW`, oldest first, and below the sum of their sizes.
         self._sent: deque[tuple[float, int]] = deque()
         self._bytes = 0
 
@@ -191,6 +196,7 @@ class RateLimiter:
         """Return the time at which a message of ``size`` bytes may go; ``now`` if it may at once."""
         self._pass(now)
         at = now
+        # A message that is larger than a burst must not wait for ever.
         missing = min(size, BURST_BYTES) - self._allowance
         if missing > 0:
             at = now + missing / BYTES_PER_SECOND + 0.001
@@ -251,7 +257,9 @@ class CellAreas:
         self._known = known or DisplayIds()
         self._names = (f"{prefix}-{n}" for n in count())
         self._by_id: dict[tuple[int, str], str] = {}
+        #: Rank to the areas that it has used alone since its last clear.
         self._used: defaultdict[int, list[str]] = defaultdict(list)
+        #: Rank to the areas that its last clear has freed, in the order in which displays reuse them.
         self._free: defaultdict[int, deque[str]] = defaultdict(deque)
 
     def find(self, rank: int, display_id: str) -> str | None:
@@ -324,6 +332,7 @@ class NotebookScreen:
         self._areas = CellAreas(f"hvdlab-{cell}", known)
         self._outbox = PacedOutbox(publisher, clock)
         self._live_area = f"hvdlab-{cell}-live"
+        #: Whether the page has the area of live lines, and whether there is a line in it.
         self._live_made = self._live_filled = False
         self._status = _StatusArea(f"hvdlab-{cell}-status")
 
@@ -355,6 +364,7 @@ class NotebookScreen:
     def clear(self, piece: Cleared) -> None:
         if set(piece.ranks) == self._ranks:
             self._areas.forget()
+            # The page drops areas with the output: an update of one would show nothing.
             self._live_made = False
             self._status.forget()
             self._outbox.call(partial(self._publisher.clear, piece.wait))
@@ -528,6 +538,7 @@ def write_to_terminal(name: str, text: str) -> None:
     """Write to stdout or stderr, in order."""
     stream = sys.stderr if name == "stderr" else sys.stdout
     if stream is sys.stderr:
+        # The buffer of stdout has earlier text, which would appear behind this one.
         sys.stdout.flush()
     stream.write(text)
     stream.flush()

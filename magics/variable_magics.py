@@ -129,6 +129,7 @@ class VariableMagics(NotebookMagics):
             except LookupError as error:
                 raise UsageError(str(error)) from None
             pulled[name] = values[ranks[0]] if options.ranks and len(ranks) == 1 else values
+        # Once all have come: after an error none of the names is bound.
         self.session.shell.user_ns.update(pulled)
         found = tuple(pulled[name] for name in options.names)
         return None if self._alone(options.line) else found[0] if len(found) == 1 else found
@@ -257,5 +258,6 @@ def _print_notice(pool: Pool, ranks: Sequence[int], what: str, over: threading.E
     except HvdlabError:  # the pool has come to an end, and the work that waits fails with that
         return
     late = sorted({*places.silent, *(rank for rank, stack in places.stacks.items() if stack.cell)})
+    # The ranks' answers can come when the magic has already ended.
     if late and not over.is_set():
         print(f"{what} waits for {format_ranks(late)}:", *places.lines(late), sep="\n  ", file=sys.stderr)

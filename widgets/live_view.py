@@ -43,6 +43,7 @@ class RecordingView(anywidget.AnyWidget):
     still = traitlets.Unicode("").tag(sync=True)
 
     def __init__(self, recording: Recording, **traits: Any) -> None:
+        # Before the widget is made, whose comm opens with the first values of its traits, `still` among them.
         self.recording = recording
         self.failures = Failures(recording.failures)
         self._output = LiveOutput(self._title.lower(), self._still, self.failures)
@@ -142,6 +143,7 @@ class TableView(RecordingView):
 
     def _handle(self, content: Mapping[str, Any]) -> None:
         if content.get("type") == "hello":
+            # Before the wake-up, upon which the view's thread reads it.
             self._reopened = True
             self.recording.wake_waiters()
             if not self._thread.is_alive():
@@ -188,6 +190,7 @@ class LiveOutput:
 
     def show(self, bundle: Any) -> None:
         """Show both parts; ``bundle`` is the result of the widget's ``_repr_mimebundle_``."""
+        # Two outputs: with both in one bundle JupyterLab would show the widget also where no kernel has it.
         self.publish(self._still(), {}, self.name, False)
         self._shown = True
         if bundle is not None:
@@ -235,6 +238,7 @@ def unparented(call: Callable[..., T], *arguments: Any, **more: Any) -> T:
         parent.set({})
         return call(*arguments, **more)
 
+    # In a copy: the caller's own output still belongs to its cell.
     return contextvars.copy_context().run(run)
 
 

@@ -85,6 +85,8 @@ class Panel:
 
     def __init__(self, send: Send, backend: PanelBackend, *, lease: float = LEASE) -> None:
         self._send, self._backend, self._lease = send, backend, lease
+        #: Recording to its id, which stays as it is when the feed ends: a page that comes back gets the
+        #: rows that it lacks.
         self._names: weakref.WeakKeyDictionary[Recording, str] = weakref.WeakKeyDictionary()
         self._changing = threading.Lock()
         self._shown: dict[str, ShownPool] = {}
@@ -207,6 +209,7 @@ class Panel:
     def _forward(self, pool: str, shown: ShownPool, message: dict[str, Any], buffers: list[bytes]) -> None:
         now = time.monotonic()
         if now > shown.until:
+            # Before the feed ends: a page that subscribes from now on gets another one.
             shown.ended = True
             shown.publisher.close()  # this is the publisher's own thread, which ends then
             return

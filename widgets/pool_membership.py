@@ -271,6 +271,7 @@ class MembershipActions:
             reply = {"text": act()}
         except Exception as error:  # noqa: BLE001  (the page says it; there is no cell that could)
             reply = {"error": str(error) or type(error).__name__}
+        # Before the answer: with it the page can send its next action.
         self.busy = ""
         try:
             self._changed()
@@ -351,6 +352,7 @@ class MembershipNews:
         self._unlisten = pool.on_membership_change(self._changed)
         #: Whether the pool has announced a change since it was asked.
         self._is_due = True
+        #: When the pool was asked last, by `time.monotonic()`.
         self._asked = 0.0
         #: The last message of :meth:`next_message`: the pool's state, whether it had ended, and which action was running.
         self._given: tuple[MembershipState | None, bool, str] = (None, False, "")
@@ -358,6 +360,7 @@ class MembershipNews:
         self.asks_later = False
 
     def _changed(self) -> None:
+        # Before the wake-up: the view's thread reads it as soon as it runs.
         self._is_due = True
         self._recording.notify()
 
@@ -371,6 +374,7 @@ class MembershipNews:
         self.asks_later = not self._is_due and now < self._asked + INTERVAL and busy == self._given[2]
         if self.asks_later:
             return None
+        # Before the question: a change that the pool announces during it makes another question due.
         self._is_due, self._asked = False, now
         ended = pool.state == "stopped"
         if not ended:

@@ -50,6 +50,7 @@ class RanksWidget(TableView):
             if self._closing.is_set():
                 return
             if news:
+                # Before the update: a page or a change that comes meanwhile counts for the next round.
                 self._reopened, version = False, self.recording.version
                 self._update()
                 with self.failures.guard("the still picture"):
@@ -139,6 +140,7 @@ class MembershipWidget(TableView):
         ):
             patience = MEMBERSHIP_INTERVAL if soon else HEARTBEAT if cell_runs(self.recording) else None
             self.recording.wait(version, self._wanted, patience)
+            # Before the update, which need not include a change that comes during it.
             version = self.recording.version
             self._update()
             soon = self._news is not None and self._news.asks_later

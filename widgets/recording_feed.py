@@ -107,6 +107,7 @@ class RecordingFeed:
             points: Number of the first point that it has not.
         """
         self._with_rows = rows
+        # Before `_since`, by which the feed's thread notices this page, to read this flag then.
         self._reopened = self._heard
         self._since, self._heard = (since, points), True
         self._recording.wake_waiters()
@@ -124,6 +125,7 @@ class RecordingFeed:
         self._recording.wake_waiters()
         if self._membership is not None:
             self._membership.close()
+        # `Panel._forward` closes a feed on the feed's own thread, which can't wait for itself.
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout)
 
@@ -172,6 +174,7 @@ class RecordingFeed:
                 self._draw_still()
                 picture_due = False
                 continue
+            # Before the rows are read: rows that come meanwhile count as news for the next round.
             version = recording.version
             if self._heard or again:
                 self._flush()
@@ -276,6 +279,7 @@ class RecordingFeed:
         while True:
             cleared = recording.cleared_end
             first, rows = recording.rows_since(self._row, most)
+            # A clear between the two reads would give rows of after it the number of before it.
             if recording.cleared_end == cleared:
                 return first, rows, cleared
 
@@ -294,6 +298,7 @@ class RecordingFeed:
     def _send_next(self, news: dict[str, Any], most: int) -> None:
         recording = self._recording
         first, rows, cleared = self._rows(most)
+        # After the rows: all names that they refer to are in the list by now.
         names = recording.names[self._name :]
         sites = recording.sites[self._name : self._name + len(names)]
         if cleared != self._cleared:
@@ -560,6 +565,7 @@ class RankNews:
         recording, now = self._recording, time.monotonic()
         if recording.version == self._version or (now < self._at + ACTIVITY_INTERVAL and not last):
             return {}
+        # Before the rows are made: a change that comes meanwhile has a higher version, and is sent with the next.
         self._version, self._at = recording.version, now
         rows = rank_rows(recording)
         news = {

@@ -50,9 +50,12 @@ class StripWidget(anywidget.AnyWidget):
         self.failures = Failures(recording.failures)
         #: When the cell began on its first rank, on the recording's axis; ``None`` until a rank has reported that.
         self._cell_begin_ns: int | None = None
+        #: End of the recording as read last, and when that has grown, by `time.monotonic()`; 0 if it has not yet.
         self._end, self._moved = recording.end, 0.0
         self._timeline: Any = None
+        #: Activity of the ranks at that end: it costs too much to compute for each refresh.
         self._pace = RecentActivity()
+        #: The text of the last refresh, for one that a rank at a prompt causes.
         self._stalled = ""
         self._refreshing = threading.Lock()
         #: When the page was last sent a state, by ``time.monotonic()``.
@@ -110,6 +113,7 @@ class StripWidget(anywidget.AnyWidget):
                 self._set(self._bare_state(stalled))
 
     def _paused(self) -> None:
+        # A widget that was closed has none, and could not send.
         if self.comm is not None:
             self.refresh(time.monotonic(), self._stalled)
 

@@ -194,6 +194,7 @@ def _top(recording: Recording, client: Client | None, options: argparse.Namespac
     ended = threading.Event()
 
     def end(reason: str) -> None:
+        # Before the wake-up: the thread that prints reads it then.
         ended.set()
         recording.wake_waiters()
 

@@ -42,6 +42,7 @@ class OutputSink:
     All calls come from the one thread that drives the run.
     """
 
+    #: Whether a line has reported a wait of which no final text has come: its updates would be a line each.
     _waiting_noted = False
 
     @property

@@ -137,6 +137,7 @@ class Numbers:
 
     def __init__(self) -> None:
         self._next = itertools.count(FIRST)
+        #: Rank and its own number to the number that the frontend knows, and below the reverse.
         self._given: dict[tuple[int, int], int] = {}
         self._meant: dict[int, tuple[int, int]] = {}
 

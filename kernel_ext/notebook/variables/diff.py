@@ -365,6 +365,7 @@ def diff(
         comparison = _Comparison(questions, transfers[0], groups, near)
         return Diff(special or expression, groups, tuple(comparison.rows()))
     finally:
+        # Also after an interrupt: ranks keep the values that they compare until these are released.
         for transfer_id in transfers:
             questions.send(ReleaseTransfer(transfer_id), ranks)
 
@@ -422,6 +423,7 @@ class _Comparison:
         while len(all_leaves) < group.found.leaves:
             first = len(all_leaves)
             answer = self._ask(lambda ticket: AskLeaves(ticket, self._transfer_id, first), [rank])[rank]  # noqa: B023
+            # An empty list counts as a failure: the loop would ask for ever.
             if not isinstance(answer, LeafList) or not answer.leaves:
                 raise _broken(rank, answer)
             all_leaves += answer.leaves
@@ -524,6 +526,8 @@ class _Comparison:
                 offset = number * leaf.block
                 place = (pair.there[1], offset, min(leaf.block, leaf.nbytes - offset))
                 blocks.setdefault(place, []).append((pair, offset // leaf.itemsize))
+        # The limit is read for each batch: once memory can't be shared, the next ones are messages,
+        # which must be smaller.
         for batch in _batches(blocks, lambda: SHARED_BYTES if self._share else SENT_BYTES):
             if not self._compare(reference, batch, blocks):
                 self._share = False

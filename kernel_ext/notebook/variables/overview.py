@@ -88,6 +88,7 @@ class TextTable:
 
 
 def _shortened(text: str) -> str:
+    # Cut first: the text of a cell can be far longer than its column.
     return visible(text[: WIDEST + 1].replace("\n", "⏎"), WIDEST)
 
 

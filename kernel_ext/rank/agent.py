@@ -131,8 +131,11 @@ class RankAgent:
         )
         self._setup.preparing = lambda: self._runner.preparing
         self._comms = RankComms(engine.post, self._capture.widgets)
+        #: Callbacks of widgets under way. A loop has only weak references to its tasks.
         self._delivering: set[asyncio.Task[None]] = set()
+        #: Work for the main thread, in order; the control thread appends it.
         self._jobs: deque[RunCell | RankRequest] = deque()
+        #: The work that the main thread has begun: a request that comes twice must not be queued again.
         self._job: RunCell | RankRequest | None = None
         self._outgoing, self._incoming = OutgoingTransfers(loop), IncomingTransfers()
         self._comparing = CompareServer(
@@ -144,7 +147,9 @@ class RankAgent:
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
         self._arrived = asyncio.Event()
+        #: Guards the shell: one cell, request of ipyparallel's or callback of a widget uses it at a time.
         self._turn = asyncio.Lock()
+        #: Set by the control thread; the main thread begins no further job from then on.
         self._leaving = False
         self._state = "idle"
         self._cell = ""
@@ -244,6 +249,7 @@ class RankAgent:
     def _set_owner(self, mail: SetOwner) -> None:
         self._capture.set_owner(mail.pid, mail.started, mail.near)
         self._prompting.set_owner_present(bool(mail.pid))
+        # A process that was killed has not closed its debug session: threads would stay stopped for ever.
         self._debug.abandon()
 
     @_control.handles(PromptReply)
@@ -269,6 +275,8 @@ class RankAgent:
 
     @_control.handles(TakeSnapshot)
     def _take_snapshot(self, mail: TakeSnapshot) -> None:
+        # On a thread of its own: pickling runs code of the user's and may last, and the control thread has to
+        # go on with acknowledgements and interrupts.
         threading.Thread(
             target=self._send_snapshot, args=(mail.ticket,), name="hvdlab-snapshot", daemon=True
         ).start()
@@ -297,6 +305,7 @@ class RankAgent:
 
     @_control.handles(Complete, Inspect)
     def _complete(self, mail: Complete | Inspect) -> None:
+        # Behind a cell, queued or running, the answer would come long after the user has typed on.
         if self._cell or self._jobs:
             self._look_aside(mail)
         else:
@@ -360,6 +369,7 @@ class RankAgent:
 
     def _on_leave(self, reason: str) -> None:
         self._leaving = True
+        # The main thread may wait for the pool to release a transfer, where no interrupt reaches it.
         self._outgoing.release_all()
         self._comparing.release_all()
         self._gate.request()
@@ -435,6 +445,8 @@ class RankAgent:
             described = describe(self._shell, error, time.monotonic_ns(), before_exec=False)
             self._capture.finish(CellDone(request.cell, described, 0.0))
         finally:
+            # On this thread: frameworks have a current device for each, and the thread that answers the
+            # status is another one.
             self._device = status.current_device()
             self._cell, self._state = "", "idle"
 

@@ -49,10 +49,14 @@ class CellExecution:
 
     request: RunCell
     started: float = field(default_factory=time.monotonic)
+    #: The rank's own process: a child that the cell forks sees by it that it is no rank.
     pid: int = field(default_factory=os.getpid)
+    #: The first error: later ones, of hooks for example, are mostly its consequences.
     error: BaseException | None = None
     when: int = 0
+    #: Whether the cell's code had begun when it failed: a SyntaxError is the cell's own only before that.
     ran: bool = False
+    #: Whether the coordinator has the end: an error reports it early, and _finish() must not repeat it.
     ended: bool = False
 
 
@@ -102,12 +106,17 @@ class CellExecutor:
         output.set_current_cell(request.cell)
         self._engine.begin_cell(request.cell, announced=request.announced)
         self._modes = framework_hooks.modes()
+        # An earlier cell may have trained with Lightning, which removes WORLD_SIZE at the end. Accelerate
+        # would then start as a single process.
         restore_world_size()
         self._gate.begin()
         self._hook.plain, self._hook.remembers = "", request.store_history
+        # Before the cell's code: frames of the last failure may keep a model's activations alive, and this
+        # cell may have no room beside them.
         if not looks_back(request.source):
             forget_failure(self._shell)
         self._prompting.cell_begins(request.cell)
+        # Only while a cell runs: between cells requests of ipyparallel use this shell by IPython's own method.
         self._shell.run_code = self._run_code
         settings = self._engine.settings
         if request.at_least:  # too few ranks wait until there are enough or the user interrupts
@@ -122,6 +131,7 @@ class CellExecutor:
                 end_child(None)
             self._debug.cell_ended()
             self._run_hooks(result)
+        # A CancelledError passes on: by it RankAgent.close() ends the task that runs the cells.
         except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  # a failing IPython extension must not end the rank
             self._failed(error)
         finally:
@@ -173,6 +183,8 @@ class CellExecutor:
         shell, gate = self._shell, self._gate
         if self._inside:  # a cell run by the cell: errors there are shown, and are not this cell's
             return bool(await type(shell).run_code(shell, code_obj, result, async_=async_))
+        # As in IPython's own method: user code that calls sys.excepthook gets IPython's traceback, and magics
+        # find the former hook in the shell.
         hook, sys.excepthook = sys.excepthook, shell.excepthook
         shell.sys_excepthook = hook
         variables = shell.user_global_ns, shell.user_ns
@@ -226,6 +238,8 @@ class CellExecutor:
 
     def _run_hooks(self, result: Any) -> None:
         """Run IPython's hooks after a cell, which for example draw the figures that it made."""
+        # The cell counts as running: IPython itself shows errors of hooks, such as a figure that can't be drawn.
+        # They are printed then, and not mistaken for errors of the compiler.
         self._inside = True
         try:
             self._guarded(lambda: self._trigger(result))
@@ -263,6 +277,8 @@ class CellExecutor:
     def _finish(self, run: CellExecution, value: Any) -> None:
         """Report the end: to the other ranks, then the last output, then to the pool."""
         # Ranks that wait in a collective for this one must not wait until a value is pickled, or the pool has room for output.
+        # The report of the end shares a packet with CellDone only if nothing delays that message. An error has a
+        # traceback to make, a value is pickled, and output may wait for room.
         self._end_for_others(run, more=value is None and run.error is None and self._capture.is_empty)
         self._c_stdout.flush()
         dumped, error = DumpedValue(None), None

@@ -69,6 +69,8 @@ class InterruptDelivery:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: HoldsInterrupts) -> None:
         self._loop, self._engine = loop, engine
+        #: For pthread_kill(): a signal that is sent to the process may be delivered to another thread, and
+        #: then leaves a system call unbroken in which the main thread waits.
         self._main = threading.main_thread().ident or 0
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -81,15 +83,19 @@ class InterruptDelivery:
         self._early = 0  # how many of them an interrupt is meant for
         self.pending = False  # an interrupt came when it could not be raised
         self._guarded: list[CodeType] = []
+        #: The task of a cell that awaits something; None while the cell's own code is on the stack.
         self._suspended: asyncio.Task[Any] | None = None
         self.suspended_in: Coroutine[Any, Any, Any] | None = (
             None  # the cell's code, while it awaits something
         )
+        #: Whether we have cancelled the suspended task: in the cell that becomes a KeyboardInterrupt.
         self._cancelled = False
+        #: Handlers that the process had before install(); uninstall() puts them back.
         self._previous: dict[int, Handler] = {}
         self._raised = (
             0  # id() of the last KeyboardInterrupt; the exception itself would keep the user's frames alive
         )
+        #: Our hook with the one before it, so that a hook which user code installed since is not overwritten.
         self._hook: partial[None] | None = None
         #: When the interrupt of this cell was held first; 0 if it was not.
         self._held_since = 0.0
@@ -108,6 +114,8 @@ class InterruptDelivery:
         """
         with self._lock:  # the cell can't end between the look and the signal
             if not self._running:
+                # A loaded rank begins a cell after the user has interrupted it. If that interrupt were
+                # dropped here, the cell would run for ever.
                 self._early = self._awaited
                 return self._early > 0
             self._requested = self._run
@@ -213,6 +221,8 @@ class InterruptDelivery:
 
     def guard(self, code: CodeType) -> None:
         """Interrupts may raise wherever a frame of ``code`` is on the stack."""
+        # By its code, since the frame does not exist yet: there must be no moment in which the code runs
+        # unguarded, and an interrupt stays pending.
         self._guarded.append(code)
 
     def unguard(self) -> None:
@@ -269,6 +279,8 @@ class InterruptDelivery:
             return  # raised in our hook it would be lost as well; _send_again() repeats what was requested
         # Without the lock: this thread may hold it, stopped by the signal in the middle of `begin` or `end`.
         if number == INTERRUPT_SIGNAL:
+            # Only signals of the pool name a run. A SIGINT comes from outside, and is meant for whichever
+            # cell runs now.
             requested, self._requested = self._requested, None
             if requested != self._run:
                 return  # meant for a cell that has ended since, or sent once too often

@@ -97,6 +97,8 @@ class OutputQueue:
         # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
+        #: Owned while entries leave, so that batches of several threads keep their order. Acquired before
+        #: `_lock`, never after it. Reentrant, since a finalizer that prints may send within a batch.
         self._sending = threading.RLock()
         self._entries: deque[_Entry] = deque()
         self._late: deque[tuple[str, _Entry]] = deque()  # written after the end of these cells
@@ -117,6 +119,7 @@ class OutputQueue:
         self._attendance = OwnerWatch()
         self.on_absence: Callable[[], None] = lambda: None
         self._last_write = 0.0
+        # Not a condition: the thread that sends waits in one selector for the pipes and the owner's end as well.
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-output", daemon=True)
         _captures.add(self)
@@ -150,6 +153,8 @@ class OutputQueue:
         self.flush()
         if self._fds is not None and not self._forked:
             self._drain_available(self._fds)
+        # Both locks: entries are sent under the current cell's name, so none of the former cell may be left,
+        # or on its way, when the name changes.
         with self._sending, self._lock:
             self._send_queued()
             self._cell, self._total, self._taken, self._over = cell, 0, 0, False
@@ -170,6 +175,8 @@ class OutputQueue:
         """Make room: the pool has taken ``taken`` bytes of the cell's output. Control thread; does not block."""
         self.sent.acknowledge(cell, taken)
         with self._lock:
+            # Never less than before: discard_cell() opens the window for good, and an acknowledgement that
+            # was on its way must not close it again.
             if cell == self._cell and taken > self._taken:
                 self._taken = taken
                 if self._unsent is not None:
@@ -260,10 +267,13 @@ class OutputQueue:
                 self._drain_fds()
             self._last_write = now
         cell = CELL.get() or cell_of_thread()  # not by a function: it would be a tenth of a short write
+        # A piece fits into the crash ring and into the smallest window, whatever number of bytes its
+        # characters have.
         if len(text) > PIECE:
             for start in range(0, len(text), PIECE):
                 self._put(_entry(name, text[start : start + PIECE]), cell)
         else:
+            # ASCII, the usual case, has as many bytes as characters: this thread need not encode it to count.
             self._put((name, text, len(text)) if text.isascii() else _entry(name, text), cell)
 
     def put(self, chunk: Display | Clear) -> None:
@@ -317,6 +327,8 @@ class OutputQueue:
     def _put_late(self, entry: _Entry, cell: str, wait: bool, landed: PipeText | None) -> None:
         """Queue output of a cell that has ended. The caller holds the lock."""
         if landed is not None and self._unsent is not None:
+            # Without the text, since the ring is the current cell's. But the bytes must count as consumed:
+            # the fork server would report them as unread after a death.
             self._unsent.append_spliced(landed.stream, "", landed.size, landed.cut)
         size = entry[2]
         if not size and entry[1] is not None:
@@ -539,6 +551,7 @@ class OutputQueue:
 
     def _attend(self, selector: selectors.BaseSelector) -> None:
         self._attendance.update(selector)
+        # Writers that wait for room check `absent` only when they are notified.
         if self._attendance.absent:
             self._free_writers()
 
@@ -639,6 +652,7 @@ class OwnerWatch:
             return
         self.close(selector)
         pid, started, near = named
+        # With the time of its start: the number may belong to another process by now.
         self._descriptor = open_process(pid, started) if pid and near else -1
         self.absent = self._descriptor < 0 and (near or not pid)
         if self._descriptor >= 0:
@@ -796,6 +810,7 @@ class RankStream(io.TextIOBase):
         if type(text) is not str:
             if not isinstance(text, str):
                 raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+            # The encoder of messages refuses subclasses of str, such as numpy.str_ and markupsafe.Markup.
             text = str.__str__(text)
         if text:
             self._put(self._name, text)

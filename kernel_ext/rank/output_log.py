@@ -63,7 +63,10 @@ class OutputLog:
         self._post = post
         self._lock = threading.RLock()
         self._cells: dict[str, _Cell] = {}
+        #: Whether a process has asked for the retained cells and has not ended: it accepts nothing behind a
+        #: gap, so none may be trimmed.
         self._retains_all = False
+        #: Bytes of late output of all cells; the pool acknowledges it by this total.
         self._late_total = 0
         #: The label of the last cell and when it ended, if it ended by a KeyboardInterrupt.
         self._interrupted: tuple[str, float] | None = None
@@ -96,6 +99,9 @@ class OutputLog:
         with self._lock:
             self._retains_all = False
             self._ended_with_notebook = ""
+            # Jupyter interrupts a kernel some milliseconds before it asks it to end, so this interrupt may
+            # not have been the user's wish. Only without retained cells: those report by themselves that they
+            # were interrupted.
             if self._interrupted is not None and not self._cells:
                 label, when = self._interrupted
                 if time.monotonic() - when < WITH_NOTEBOOK:
@@ -158,6 +164,8 @@ class OutputLog:
         It is not kept: the pool does not wait for it to be complete.
         """
         with self._lock:
+            # Counted first: if an interrupt keeps this message back, the total of the next one covers its
+            # bytes. The pool acknowledges totals, so the window does not stay narrower.
             self._late_total += size
             self._post(TO_POOL, encode(Late(cell, tuple(chunks), self._late_total)))
 

@@ -59,6 +59,7 @@ class RankProgram:
         # Into the log, which another process reads: a dump into our own pipe could come out as the cell's output.
         faulthandler.enable(self._log)
         offer_dumps()
+        # This removes the token from the environment, which every child of the rank and crash reporters show.
         settings = context.take_settings()
         self._engine = Engine.connect(dataclasses.replace(settings, cells_tracked=True))
         self._agent = RankAgent(
@@ -79,10 +80,12 @@ class RankProgram:
         self._engine.on_mail(JOIN, self._on_join)
         self._engine.on_mail(WHO, lambda sender, body: self._engine.post(READY, b""))
         self._engine.on_leave(self._on_leave)
+        # After all handlers are registered: the pool sends cells as soon as it has this.
         self._engine.post(READY, b"")
         try:
             self._loop.run_forever()
         finally:
+            # First, while the engine is open: the last output leaves as its mail.
             self._agent.close()
             self._engine.close(1.0)
             self._done.set()
@@ -107,6 +110,7 @@ class RankProgram:
         Once the loop has ended, exit handlers may take as long as they need.
         """
         if not self._done.wait(LEAVE_WITHIN):
+            # At this point it is ExitFlush's, which sends the last output first.
             os._exit(1)
 
     # -- main thread --------------------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ class RankProgram:
 
     def _terminate(self, number: int, frame: Any) -> None:
         """End as a process that SIGTERM ends, but after the exit handlers of the user's code."""
+        # First: an exit handler may never return, and this thread ends the process nevertheless.
         self._on_leave()
         atexit._run_exitfuncs()
         signal.signal(number, signal.SIG_DFL)
@@ -173,6 +178,7 @@ def run(argv: Sequence[str], pipes: StdPipes | None = None, unsent: int = -1) ->
 
     Returns the exit code.
     """
+    # Frameworks read their environment when they are imported, which the first cell may do.
     set_environment()
     offer()
     ask_frameworks(devices_in_use)

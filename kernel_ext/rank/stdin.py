@@ -85,15 +85,19 @@ class RankStdin:
         self._engine, self._post, self._flush, self._interrupted = engine, post, flush, interrupted
         # Numbers must also be larger than those of the processes that were this rank before.
         self._numbers = itertools.count(time.time_ns() // 1000)
+        #: Open questions by number. The threads that ask add and remove them, other threads end them.
         self._waiting: dict[int, _Waiting] = {}
         self._pauses = (
             0  # pauses of the engine that are open; an interrupt may have kept one from being ended
         )
+        #: Whether no process uses the pool: a question would have no answer.
         self._nobody = False
         self._settled = ""  # a cell that the pool does not wait for any more
         #: The cell that was interrupted last. Until the main thread has handled that, its other threads ask nothing.
         self._interrupted_cell = ""
+        #: The cell that runs; empty between cells, when no question can be asked.
         self._cell = ""
+        # A process that the cell has forked has no thread that sends, and no mail reaches it.
         self._pid = os.getpid()
 
     # -- what user code calls -------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ class RankStdin:
             raise StdinNotImplementedError(f"{what} can't ask from a process that the cell has forked")
         if self._cell in ("", self._settled) or self._nobody:
             raise StdinNotImplementedError(NO_NOTEBOOK.format(what=what))
+        # As Python's own input() does: the cell may have put a stream with a buffer there.
         sys.stdout.flush()
         sys.stderr.flush()
         # The output before the question reaches the notebook before it.
@@ -137,6 +142,8 @@ class RankStdin:
             del self._waiting[request.number]
             raise KeyboardInterrupt
         try:
+            # Counted first: after an interrupt in between, cell_ended() resumes once too often, which has no
+            # effect. The other way round the engine would stay paused.
             self._pauses += 1
             self._engine.pause(AT_A_PROMPT)
             self._post(request)

@@ -107,6 +107,7 @@ class CellCompiler(CachingCompiler):
 
     def cells(self) -> dict[str, tuple[str, str]]:
         """File name of each cell to its source and the lines that tracebacks show."""
+        # A copy: a thread that makes a snapshot reads this while the main thread compiles cells.
         return {
             name: (source, "".join(linecache.getlines(name))) for name, source in dict(self._names).items()
         }
@@ -117,10 +118,13 @@ class CellCompiler(CachingCompiler):
             if name not in self._names:
                 self._names[name] = source
                 self._introduce(name)
+                # Without a time: linecache.checkcache(), which every traceback calls, would drop an entry
+                # whose file is missing.
                 linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
     def get_code_name(self, raw_code: str, transformed_code: str, number: int) -> str:
         """Return the file name that the code is compiled under."""
+        # Only the cell itself: code that it runs by shell.run_cell() keeps the name that IPython gives it.
         if self._source is not None and raw_code == self._source:
             return self._name
         return str(super().get_code_name(raw_code, transformed_code, number))

@@ -95,6 +95,7 @@ class CompareServer:
 
     def cached_reply(self, ticket: int) -> ComparisonOpened | None:
         """Return the answer that was sent already, if this comparison is open."""
+        # One read: the main thread may close the comparison between two.
         answer = self._open
         return answer if answer is not None and answer.ticket == ticket else None
 
@@ -107,6 +108,7 @@ class CompareServer:
 
     def release(self, transfer_id: int) -> None:
         """Close this comparison, or refuse to open it if it has not begun."""
+        # First: run() opens the comparison and then checks this, so that one of the two sees the other.
         self._released.append(transfer_id)
         if self._open is not None and transfer_id == self._open.ticket:
             self._put(transfer_id)
@@ -169,6 +171,7 @@ class CompareServer:
     async def _serve(self, examination: ComparedValue, reader: SharedBufferReader) -> None:
         assert self._open is not None
         transfer_id = self._open.ticket
+        # A release that came before the comparison was open has put nothing into the queue.
         while transfer_id not in self._released:
             # A question or a release that was meant for an earlier examination may come late.
             try:
@@ -375,6 +378,7 @@ class ComparedValue:
 
 def _encoded(part: Any) -> bytes:
     data = part if isinstance(part, bytes) else str(part).encode("utf-8", "surrogatepass")
+    # With the length: fingerprint() puts the parts together, and "ab", "c" must not equal "a", "bc".
     return len(data).to_bytes(8, "little") + data
 
 

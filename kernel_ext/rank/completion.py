@@ -55,6 +55,7 @@ def bounded(work: Callable[[], T], seconds: float) -> T:
         finally:
             ended.set()
 
+    # A thread for each call and no pool: a call that never returns would keep a worker of the pool for ever.
     thread = threading.Thread(target=run, name="hvdlab-looking", daemon=True)
     thread.start()
     try:
@@ -161,6 +162,8 @@ def user_names(shell: Any, ticket: int) -> UserNames:
     variables: list[str] = []
     modules: list[str] = []
     for name, value in user_items(shell):
+        # isinstance() would ask the value for its `__class__`, which may be code of the user's; and this runs
+        # on the control thread.
         (modules if issubclass(type(value), ModuleType) else variables).append(name)
     return UserNames(ticket, tuple(variables[:MOST_NAMES]), tuple(modules[:MOST_NAMES]))
 
@@ -176,6 +179,7 @@ def user_items(shell: Any) -> list[tuple[str, Any]]:
     """Name and value of all that a user has made, modules included, in the same order."""
     hidden = shell.user_ns_hidden
     # A copy of the namespace, made in one go: the main thread may be changing it.
+    # The shell's own names are hidden by their values: a user who binds one of these names sees it.
     return [
         (name, value)
         for name, value in list(shell.user_ns.items())

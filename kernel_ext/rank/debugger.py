@@ -206,6 +206,7 @@ class DebugServer:
         self._lock = threading.Lock()
         self._session = 0
         self._unfit = ""  # what the installed debugpy lacks
+        #: Kept from one session to the next: a process has room for one debugger of debugpy's.
         self._server: _Server | None = None
         self._todo: queue.SimpleQueue[OpenDebug | DebugMessage | CloseDebug | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -317,6 +318,7 @@ class DebugServer:
 
     def _end(self) -> None:
         """End the session: breakpoints go, and whatever is stopped goes on."""
+        # First: events that the server sends from here on belong to no session, and are not posted.
         self._session = 0
         if self._server is not None:
             self._server.send(
@@ -407,6 +409,7 @@ def _adapted(message: bytes) -> bytes:
         request["arguments"] = {
             **arguments,
             "rules": [*(arguments.get("rules") or ()), *rules],
+            # debugpy would start the cell's child processes under itself, where they would wait for ever.
             "subProcess": False,
         }
     else:
@@ -468,6 +471,7 @@ class _Server:
 
         self._api, self._tracing = PyDevdAPI(), pydevd_tracing
         self._number_of, self._info_of = get_thread_id, set_additional_thread_info
+        # Importing debugpy has replaced the hook. Outside of a session breakpoint() asks in the notebook.
         self._breakpoint, sys.breakpointhook = sys.breakpointhook, before
         self._mine, theirs = socket.socketpair()
         _exempt()

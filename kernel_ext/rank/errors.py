@@ -154,6 +154,7 @@ def _site(trace: TracebackType | None) -> str:
 
 def _in_chain(error: BaseException | None, kind: type[E]) -> E | None:
     """Return the first exception of a kind among ``error`` and what it came from."""
+    # Python keeps circles out of `__context__` alone: `raise a from b` and `raise b from a` make one.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, kind):
@@ -271,6 +272,7 @@ def _own_frames_hidden(error: BaseException) -> Iterator[None]:
         yield
     finally:
         if cut is not None:
+            # Put back: a debugger that the user starts over this error shows all frames.
             cut.tb_next = below
 
 

@@ -86,6 +86,7 @@ class RankKernelApp(IPKernelApp):
 class RankEngine(engine_app.IPEngine):  # type: ignore[misc]  # ipyparallel is untyped
     """An engine that shares its process with a rank, which owns the signals, the loop and the process's end."""
 
+    # A nanny is one more process for each engine, to which ipyparallel sends signals; the pool needs none.
     enable_nanny = False
     agent: RankAgent
     links: Links
@@ -235,6 +236,7 @@ async def _there(
             done.set_result(None)
 
     schedule(run)
+    # Shielded: the time limit would cancel the future itself, and run() could not store its result any more.
     await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(done)), seconds)
 
 
@@ -279,6 +281,7 @@ async def _join(agent: RankAgent, rank: int, request: str, connection: str, argv
             _discard()
             raise
     await engine.reachable()
+    # Last: a request that failed before is carried out again when the pool repeats it.
     engine.request = request
 
 
@@ -318,7 +321,9 @@ class Links:
 
     def __init__(self) -> None:
         self._monitors: dict[Socket, Socket] = {}
+        #: Connections that are expected: a socket may have several.
         self._wanted = 0
+        #: By socket and endpoint, as one end of a connection says nothing of the socket's others.
         self._up: set[tuple[Socket, bytes]] = set()
 
     def watch(self, socket: Socket) -> None:

@@ -503,6 +503,7 @@ def _iterate(value: Any) -> Iterable[Any]:
 def _set(value: Any) -> Parts:
     items = list(set.__iter__(value) if issubclass(type(value), set) else frozenset.__iter__(value))
     if all(_is_exact(type(item)) for item in items):
+        # Sorted by content: a set has no order that ranks share, as each process has its own hashes of texts.
         return Long(sorted(fingerprint(type_name(type(item)).encode(), content(item)[0]) for item in items))
     # In an order that all ranks have, as far as the text of the items gives one.
     return [(f"{{{number}}}", item) for number, item in enumerate(sorted(items, key=_key))]
@@ -674,6 +675,7 @@ def _of_bytes(value: bytes | bytearray) -> tuple[bytes, str]:
 _PLAIN: dict[type, Callable[[Any], tuple[bytes, str]]] = {
     bool: lambda value: (str(value).encode(), str(value)),
     int: _of_int,
+    # By its bits: NaN does not differ from itself, and 0.0 differs from -0.0.
     float: lambda value: (struct.pack("<d", value), repr(value)),
     complex: lambda value: (struct.pack("<dd", value.real, value.imag), repr(value)),
     str: _of_text,
@@ -779,6 +781,7 @@ class _Walk:
     def __init__(self, most: int) -> None:
         self.leaves = Leaves()
         self._most = most
+        #: Where each object was met first: whether two parts are one object can differ between ranks, too.
         self._seen: dict[int, str] = {}
         self._kept: list[Any] = []  # keeps objects alive, else another one could get the same id()
 

@@ -99,6 +99,7 @@ class ShellSetup:
         self._patch(getpass, "getpass", self._prompting.getpass)
         self._patch(sys, "breakpointhook", make_breakpoint(sys.breakpointhook))
         self._patch(bdb.Bdb, "stop_here", stop_here)
+        # Code that reads sys.stdin itself gets an end of file: no terminal is behind it that could answer.
         self._patch(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115  # closed by uninstall
         self._undo.append(sys.stdin.close)
         self._shell._showtraceback = self._show_traceback
@@ -118,6 +119,7 @@ class ShellSetup:
         self.pause()
         while self._undo:
             self._undo.pop()()
+        # They were set on the instance only: the methods of its class are in force again.
         del self._shell._showtraceback, self._shell.ask_exit, self._shell.enable_gui
         del self._shell._format_exception_for_storage
 
@@ -125,6 +127,7 @@ class ShellSetup:
         """Put the shell's own parts and streams back, until :meth:`resume`."""
         for name, part in self._saved_parts.items():
             setattr(self._shell, name, part)
+        # The trap has a reference of its own, which it installs as sys.displayhook around each cell.
         self._shell.display_trap.hook = self._shell.displayhook
         for name, stream in self._saved_streams.items():
             setattr(sys, name, stream)
@@ -203,6 +206,7 @@ def prepare_plots() -> None:
     os.environ.setdefault("MPLBACKEND", INLINE)
     matplotlib = sys.modules.get("matplotlib")
     if matplotlib is not None and matplotlib.rcParams._get_backend_or_none() is None:
+        # matplotlib reads the variable when it is imported, which a preload of the fork server did earlier.
         matplotlib.use(os.environ["MPLBACKEND"])
     inline = sys.modules.get("matplotlib_inline.backend_inline")
     if inline is not None:  # imported before there was a shell to draw for
@@ -341,6 +345,7 @@ def wire_bundle(bundle: dict[str, Any]) -> dict[str, Any]:
     for key, value in bundle.items():
         try:
             size = _size(value)
+            # A text of any size is kept, and cut below: its beginning says more than a line about its size.
             if size <= LARGEST_ITEM or key == "text/plain":
                 clean[wire_text(str(key))] = wire_value(value)
             else:

@@ -208,6 +208,8 @@ class _Pickler(ValuePickler):
         return _SHELL if obj is self._of_shell else None
 
     def reducer_override(self, obj: Any) -> Any:
+        # cloudpickle would give the function a copy of the globals that it uses. It is to use the variables
+        # of the rank that it comes to.
         if type(obj) is FunctionType and obj.__globals__ is self._of_shell.user_ns:
             state = {name: getattr(obj, name) for name in _STATE}
             arguments = (obj.__code__, obj.__globals__, obj.__name__, None, obj.__closure__)
@@ -271,6 +273,7 @@ def _absorb(shell: Any, parts: Sequence[memoryview], *, bind: bool = True) -> di
     # From a rank of the same user that runs the same cells: no less trusted than they are.
     path, imports, modules, cells = pickle.loads(plan)  # noqa: S301
     shell.compile.adopt(cells)
+    # Before the values: unpickling imports their classes, perhaps from a directory of the source's own path.
     failed = _import(shell, path, imports, modules)
     try:
         values = _Unpickler(io.BytesIO(stream), shell, buffers).load()

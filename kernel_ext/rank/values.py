@@ -120,6 +120,8 @@ def _pull_alone(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]
         return Value(request.ticket, (None,), (error,)), []
     if sum(part.nbytes for part in parts) > INLINE:
         return Value(request.ticket, (None,), ("",), tuple(part.nbytes for part in parts)), parts
+    # Once more, with the buffers in the pickle: one message has all, and the main thread waits for no
+    # release.
     raw, error = _evaluate(shell, request.names[0], dump)
     return Value(request.ticket, (raw,), (error,)), []
 
@@ -166,6 +168,8 @@ class OutgoingTransfers:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transfers: dict[int, OutgoingTransfer] = {}
+        #: A pull that the user gives up may be released before its value is ready. If that were forgotten,
+        #: the main thread would wait for a pool that never asks.
         self._released: deque[int] = deque(maxlen=REMEMBERED)
         self._leaving = False
         self._buffer = ChunkBuffer()

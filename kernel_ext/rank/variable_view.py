@@ -66,6 +66,7 @@ class VariableViewer:
 
     def ask(self, question: ViewRequest) -> None:
         """Have a thread answer a question. Control thread."""
+        # A second thread beside that of bounded(), which waits: the control thread must not.
         threading.Thread(target=self._look, args=(question,), name="hvdlab-looking", daemon=True).start()
 
     def _look(self, question: ViewRequest) -> None:

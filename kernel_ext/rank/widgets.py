@@ -46,6 +46,7 @@ class _Content:
         self._outputs: list[dict[str, Any]] = []
         self._clearing = self._changed = False
         self._sent_at = float("-inf")
+        # Reentrant: an assignment to `outputs` calls the widget's observers, which may print into it.
         self._lock = threading.RLock()
 
     def write(self, name: str, text: str) -> None:
@@ -77,6 +78,7 @@ class _Content:
         with self._lock:
             widget = self._widget()
             if widget is not None and self._changed:
+                # Before the assignment: text that its observers print is a change of its own.
                 self._changed, self._sent_at = False, time.monotonic()
                 widget.outputs = tuple(self._outputs)
 

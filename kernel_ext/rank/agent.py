@@ -147,9 +147,9 @@ class RankAgent:
         #: The cell that this rank has entered last while others ran it.
         self._entered = ""
         self._arrived = asyncio.Event()
-        #: Guards the shell: one cell, request of ipyparallel's or callback of a widget uses it at a time.
+        #: Guards the shell: one cell, request or callback of a widget uses it at a time.
         self._turn = asyncio.Lock()
-        #: Set by the control thread; the main thread begins no further job from then on.
+        #: Set by the control thread, or by close(); the main thread begins no further job from then on.
         self._leaving = False
         self._state = "idle"
         self._cell = ""
@@ -161,6 +161,7 @@ class RankAgent:
 
     def start(self) -> None:
         """Take over the shell's output and the pool's mail. Main thread, before or while the loop runs."""
+        # hvd.init() in a cell uses this engine, instead of a second connection under the same number.
         context.adopt(self._engine)
         self._unfollow = output.follow_threads()
         self._setup.install()
@@ -499,6 +500,7 @@ class RankAgent:
         try:
             parts = [memoryview(part) for part in self._incoming.pop(request.transfer_id)]
         except KeyError:
+            # A coordinator that died has taken the parts along: the pool brings them once more.
             self._reply(SnapshotLoaded(request.ticket, error="it did not arrive", missing=True))
             return
         self._snapshot = sync.PendingSnapshot(parts)

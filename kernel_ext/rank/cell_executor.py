@@ -175,6 +175,7 @@ class CellExecutor:
         if number is None or history is None:
             return
         self._shell.execution_count = number
+        # IPython appends the cell's source to these lists, and finds it there by the cell's number.
         for inputs in (history.input_hist_parsed, history.input_hist_raw):
             inputs.extend([""] * (number - len(inputs)))
 
@@ -331,6 +332,7 @@ def end_child(error: BaseException | None) -> NoReturn:
     else:
         status = 1
         traceback.print_exception(error)
+    # os._exit() flushes no stream.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status & 0xFF)

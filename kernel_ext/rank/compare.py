@@ -298,6 +298,8 @@ class ComparedValue:
             leaves: Numbers of the arrays.
             on_host: Whether the fingerprints are to be those of the bytes from now on, wherever the arrays are.
         """
+        # A device makes fingerprints by another method: where other ranks have this array on the host, only
+        # those of the bytes can be compared.
         if on_host:
             for number in leaves:
                 self._read_on_host(number)

@@ -76,6 +76,7 @@ def forget_failure(shell: Any) -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
+    # IPython's renderers keep the last traceback that they have rendered.
     for handler in (getattr(shell, "InteractiveTB", None), getattr(shell, "SyntaxTB", None)):
         for name in ("tb", "etype", "evalue"):
             if getattr(handler, name, None) is not None:
@@ -360,6 +361,7 @@ class DebugServer:
         with self._lock:
             before, self._stopped = self._stopped, threads
             (self._over.clear if threads else self._over.set)()
+            # Only on a change: pauses of the engine add up, and each needs its own resume.
             if bool(before) != bool(threads):
                 self._paused(bool(threads))
 

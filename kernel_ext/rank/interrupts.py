@@ -114,7 +114,7 @@ class InterruptDelivery:
         """
         with self._lock:  # the cell can't end between the look and the signal
             if not self._running:
-                # A loaded rank begins a cell after the user has interrupted it. If that interrupt were
+                # Under load a rank may begin a cell after the user has interrupted it. If that interrupt were
                 # dropped here, the cell would run for ever.
                 self._early = self._awaited
                 return self._early > 0

@@ -93,6 +93,7 @@ class OutputQueue:
         self._window = WINDOW
         self.sent = OutputLog(post)
         self._fds = fds
+        #: Set in a forked child: on each write, a flag costs less than asking for the process's number.
         self._forked = False
         # Reentrant, because a finalizer that prints may run anywhere, also while this thread holds the lock.
         self._lock = threading.RLock()
@@ -111,7 +112,9 @@ class OutputQueue:
         self._total = 0  # bytes of the current cell, queued ones included
         self._taken = 0  # bytes of those that the pool has taken
         self._cell = ""
+        #: Whether the thread that sends was woken since it last sent: further writes need not wake it.
         self._woken = False
+        #: Whether a batch is full, or a writer waits for room: then the interval is not waited for.
         self._urgent = False
         self._closed = False
         #: Whether the thread that sends does not watch the pipes, since there is no room for their bytes: it waits to be woken.
@@ -132,6 +135,7 @@ class OutputQueue:
         """Send the rest and end. Writers that wait for room go on, and their text is dropped from then on."""
         if self._closed:
             return
+        # Before `_closed`: from then on writers drop their text.
         self.flush()
         with self._lock:
             self._closed = True
@@ -633,6 +637,7 @@ class OwnerWatch:
     def __init__(self) -> None:
         self.absent = False
         self._lock = threading.Lock()
+        #: The latest order, until the thread that sends carries it out: only that thread uses the selector.
         self._named: tuple[int, int, bool] | None = None
         self._descriptor = -1
 

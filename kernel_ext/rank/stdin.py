@@ -54,6 +54,7 @@ class PausableEngine(Protocol):
 class _Waiting:
     def __init__(self, request: PromptRequest) -> None:
         self.request = request
+        # Signals interrupt the main thread's wait only; the control thread ends those of other threads.
         self.on_main = threading.current_thread() is threading.main_thread()
         self.reply: PromptReply | None = None
         self.ended = threading.Event()

@@ -120,8 +120,7 @@ def _pull_alone(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]
         return Value(request.ticket, (None,), (error,)), []
     if sum(part.nbytes for part in parts) > INLINE:
         return Value(request.ticket, (None,), ("",), tuple(part.nbytes for part in parts)), parts
-    # Once more, with the buffers in the pickle: one message has all, and the main thread waits for no
-    # release.
+    # Once more, with the buffers in the pickle: it fits into one message, and needs no transfer.
     raw, error = _evaluate(shell, request.names[0], dump)
     return Value(request.ticket, (raw,), (error,)), []
 
@@ -276,6 +275,7 @@ class IncomingTransfers:
             with self._reader.chunk(chunk.data, chunk.shared) as data:
                 parts[chunk.part][chunk.offset : chunk.offset + len(data)] = data
         except OSError:
+            # The pool then sends the bytes in messages.
             return Acked(chunk.ticket, NOT_SHARED)
         return Acked(chunk.ticket)
 

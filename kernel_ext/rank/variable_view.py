@@ -95,10 +95,12 @@ class VariableViewer:
         walked = [(name, value, leaves_of(value, MOST_VIEWED)) for name, value in user_variables(self._shell)]
         sizes = {name: sum(f.array.nbytes for f in leaves.found if f.array) for name, _, leaves in walked}
         digests: dict[str, bytes] = {}
+        # Small ones first: most variables then have a fingerprint before the budget is used up.
         for name, value, leaves in sorted(walked, key=lambda one: sizes[one[0]]):
             budget -= sizes[name]
             if budget < 0:
                 break
+            # A fingerprint of a part could be equal where the rest differs.
             if not leaves.left_out:
                 digests[name] = ComparedValue(value, walked=leaves).examined(0).digest
         return tuple(

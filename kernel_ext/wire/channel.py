@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 
+# Without the collector: messages hold no references to themselves, and are made often.
 class Payload(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     """Base of every payload."""
 

@@ -189,6 +189,7 @@ def wire_value(value: Any, depth: int = 0) -> Any:
         return wire_text(value)
     if depth > DEEPEST:
         raise RecursionError(f"it is nested more than {DEEPEST} deep")
+    # Before the integers, of which a bool is one: it would be sent as 0 or 1.
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, numbers.Integral):  # numpy's as well, as in a kernel

@@ -105,6 +105,7 @@ class CrashRing:
         self._area = area
         self._map = mmap.mmap(area, _LANDING)
         self._numbers = memoryview(self._map)[:HEADER].cast("q")
+        # A new area has zeros, by which the second copies would be valid from the beginning.
         self._numbers[_NEXT_AT] = _NEVER
         self._stream = ""
         self._capacity = LARGEST
@@ -164,8 +165,10 @@ class CrashRing:
         known = numbers[_NOW + _LANDED]
         if landed <= known:
             if landed:
+                # The file before the number: after a kill between the two, no byte may count as unread again.
                 os.ftruncate(self._area, _LANDING)
             numbers[_NOW + _LANDED] = known = 0
+            # Before the splice: whenever bytes have landed, the area already names their stream.
             numbers[_LANDED_STREAM] = _CUTS[stream]
             landed = os.splice(pipe, self._area, limit, offset_dst=_LANDING, flags=os.SPLICE_F_NONBLOCK)
         elif numbers[_LANDED_STREAM] != _CUTS[stream]:
@@ -198,6 +201,7 @@ class CrashRing:
         Returns the bytes of output for which it counts: no fewer than its record has.
         """
         encoded = _encode(chunk) if size <= LARGEST_DISPLAY else b""
+        # In base64, as the bytes of MessagePack could be mistaken for marks.
         body = base64.b64encode(encoded) if len(encoded) <= LARGEST_DISPLAY else b""
         size = max(size, len(encoded), len(body) + _DISPLAY_FRAME)
         raw = b"\xfd%d;%s\xfc" % (size, body)
@@ -282,6 +286,7 @@ def read(area: int) -> CrashRemains | None:
         # The process may have been killed after its store to the head and before it had copied the second copies back.
         beside = numbers[_NEXT:] if head >= next_at else numbers[_NOW:_NEXT]
         ahead = beside[_AHEAD]
+        # Code that crashes may have overwritten the header: only values that a rank can have stored are used.
         sound = 0 < length <= _LONGEST_NAME and 0 < capacity <= LARGEST and 0 <= head - ahead <= _MOST
         if not sound or not 0 <= head <= _MOST:
             return None

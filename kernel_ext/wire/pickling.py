@@ -29,6 +29,7 @@ class _Bounded(io.BytesIO):
 
     def write(self, data: Any) -> int:
         if self._limit is not None and self.tell() + memoryview(data).nbytes > self._limit:
+            # Raised while the pickler writes: a value of any size costs no more memory than the limit.
             raise TooLarge
         return super().write(data)
 
@@ -65,6 +66,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle is
         )
 
     def reducer_override(self, obj: Any) -> Any:
+        # Before the framework's hook, which copies the array from its device.
         self._check_size(obj)
         for hooks in loaded():
             reduced = hooks.reduce(obj, move=self._move, apart=OUT_OF_BAND if self._apart else None)

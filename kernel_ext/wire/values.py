@@ -86,6 +86,7 @@ class ChunkBuffer:
                 contextlib.suppress(OSError),
             ):  # no descriptor or no memory is left: it goes as a message
                 if self._shared is None or self._shared.size < size:
+                    # First: the smaller buffer is freed before the larger one is made.
                     self._shared = None
                     self._shared = SharedBuffer(size)
                 return None, self._shared.fill(write)
@@ -137,6 +138,7 @@ class SharedBufferReader:
             path = f"/proc/{shared.pid}/fd/{shared.memory}"
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
+                # By its random name: after the end of a process, another one may have the numbers of both.
                 if os.readlink(f"/proc/self/fd/{descriptor}") != shared.name:
                     raise OSError(f"{path} is not {shared.name}")
                 memory = self._open[shared.name] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)

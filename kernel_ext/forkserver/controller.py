@@ -176,6 +176,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     def start(self) -> None:
         """Run until SIGTERM, or until the fork server is gone."""
         self.loop.add_handler(self._channel.fileno(), self._read_channel, self.loop.READ)
+        # By the loop, which runs once the queues' threads have been started below.
         self.loop.add_callback(self._report_up)
         super().start()
         if self._failure is not None:
@@ -183,6 +184,8 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
 
     def _report_up(self) -> None:
         try:
+            # The queues take their ports on their own threads. Without this wait the controller would report
+            # that it is up although another program has one of its ports, and no rank could join.
             for queue in self.children:
                 queue.listens.result(LISTENS_WITHIN)
         except (zmq.ZMQError, TimeoutError) as error:

@@ -84,6 +84,7 @@ def asks_ranks(cell: str) -> bool:
 
 
 def _look(cell: str, line: str) -> Route:
+    # On ranks these names only refuse to run: their documentation is in the kernel.
     if re.search(r"%{1,2}(?:hvd_|local\b|autohvd\b)", line):
         return Route(here=cell)
     if match := _HELP.match(line):
@@ -128,6 +129,7 @@ class CellRouter:
         self.options = ""
 
     def __call__(self, lines: list[str]) -> list[str]:
+        # Without the end: IPython adds a line feed to a cell that has none.
         if self.cell is None or "".join(lines).rstrip() != self.cell.rstrip():
             return lines
         return python_of(route("".join(lines)), self.options)

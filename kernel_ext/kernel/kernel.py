@@ -103,6 +103,7 @@ class BusyReplies:
         """Return the kind and content of a request that can be answered now; None for any other message."""
         peeked = self._peek(msg)
         header = peeked.get("header", {})
+        # Requests of a subshell have a thread of their own, and wait for no cell of the main shell.
         if header.get("msg_type") not in KINDS or header.get("subshell_id") is not None:
             return None
         return header["msg_type"], self.session.unpack(peeked["content"])
@@ -118,6 +119,7 @@ class BusyReplies:
             return
         idents, frames = self.session.feed_identities(msg, copy=False)
         request = self.session.deserialize(frames, copy=False)
+        # The protocol has a client wait for the states of each of its requests, also beside a running cell.
         self._say("busy", request)
         self.session.send(self.shell_stream, KINDS[kind], answer, request, ident=idents)
         with self._running:

@@ -184,7 +184,7 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
 
     def _report_up(self) -> None:
         try:
-            # The queues take their ports on their own threads. Without this wait the controller would report
+            # The queues bind their ports on their own threads. Without this wait the controller would report
             # that it is up although another program has one of its ports, and no rank could join.
             for queue in self.children:
                 queue.listens.result(LISTENS_WITHIN)

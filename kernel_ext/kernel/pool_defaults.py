@@ -103,7 +103,7 @@ def np_of_request(metadata: Any) -> int | None:
 
 def _count(value: Any, what: str) -> int:
     try:
-        # int() would take True for 1 and cut 2.5 to 2: both are mistakes in the notebook's metadata.
+        # int() would turn True into 1 and 2.5 into 2: both are mistakes in the notebook's metadata.
         number = int(value) if not isinstance(value, (bool, float)) else 0
     except (TypeError, ValueError):
         number = 0

@@ -179,7 +179,7 @@ def user_items(shell: Any) -> list[tuple[str, Any]]:
     """Name and value of all that a user has made, modules included, in the same order."""
     hidden = shell.user_ns_hidden
     # A copy of the namespace, made in one go: the main thread may be changing it.
-    # The shell's own names are hidden by their values: a user who binds one of these names sees it.
+    # By identity, not by name: a user may bind one of the shell's own names, and expects to see it.
     return [
         (name, value)
         for name, value in list(shell.user_ns.items())

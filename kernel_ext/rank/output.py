@@ -360,6 +360,7 @@ class OutputQueue:
             return fits or self._over or bool(cell and cell != self._cell)
 
         if not is_room():
+            # The pool acknowledges nothing that has not left: the interval would only add to the wait.
             self._urgent = True
             self._wait_until(is_room)
 

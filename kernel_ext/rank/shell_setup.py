@@ -206,7 +206,7 @@ def prepare_plots() -> None:
     os.environ.setdefault("MPLBACKEND", INLINE)
     matplotlib = sys.modules.get("matplotlib")
     if matplotlib is not None and matplotlib.rcParams._get_backend_or_none() is None:
-        # matplotlib reads the variable when it is imported, which a preload of the fork server did earlier.
+        # matplotlib reads the variable when it is imported, which a preload may have done earlier.
         matplotlib.use(os.environ["MPLBACKEND"])
     inline = sys.modules.get("matplotlib_inline.backend_inline")
     if inline is not None:  # imported before there was a shell to draw for

@@ -22,8 +22,11 @@ def main() -> None:
 
     name_process("hvd-forkserver", "hvdlab: fork server")
     adopt_orphans()
+    # The pool has passed them on as inheritable. A program that a package starts while it is imported would
+    # hold the lifeline, and so keep the ranks alive after the pool.
     os.set_inheritable(control, False)
     os.set_inheritable(lifeline, False)
+    # The pool's process may have died while this interpreter started, before any of its signs was watched.
     if os.getppid() != pool:
         os._exit(1)
     gc.disable()  # imported objects stay, so collecting during imports only costs time

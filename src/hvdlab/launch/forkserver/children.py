@@ -79,6 +79,8 @@ class ChildPipes:
         pidfd = open_process(child.pid, child.started)
         if pidfd < 0:
             return None
+        # After the process was identified by its start time: its number alone may have passed to another
+        # process, whose descriptors would be opened here.
         theirs = (child.log, child.err, child.out, child.unsent)
         log, err, out, unsent = (_reopen(child.pid, descriptor) for descriptor in theirs)
         return cls(child.number, child.pid, log, err, out, unsent, pidfd=pidfd, peak=peak_memory(child.pid))
@@ -104,6 +106,8 @@ class ChildPipes:
 
     def send_signal(self, number: int, group: bool) -> None:
         """Send a signal. Raises ``ProcessLookupError`` if it has ended, even if its number belongs to another process by now."""
+        # A group has no descriptor. The check for life comes last: it shows that the group was read from
+        # this process, and not from another one that has got its number.
         if group and os.getpgid(self.pid) == self.pid and not readable(self.pidfd, 0):
             os.killpg(self.pid, number)
         else:
@@ -115,6 +119,7 @@ class ChildPipes:
 
     def bury(self) -> int | None:
         """Kill the processes that an ended child has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
+        # First: before Linux 6.15 the status can be read only until the parent of the process reaps it.
         status = exit_status(self.pidfd, self.pid)
         kill_session(self.pid)
         return status
@@ -205,6 +210,8 @@ class ChildTable:
             if adopted is not None:
                 adopted.send_signal(number, group)
             else:
+                # The number of a child stays its own until this process reaps it; an adopted process is
+                # reaped by another parent.
                 (os.killpg if group else os.kill)(pid, number)
         except ProcessLookupError:
             return
@@ -394,6 +401,8 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
         raise
     if pid == 0:
         forget()
+        # Both ends were made non-blocking: a rank that prints faster than the fork server reads would get
+        # EAGAIN instead of waiting.
         os.set_blocking(log_child, True)
         # The log's reading end stays open in the child: writing must not fail when the fork server is gone.
         for descriptor in (announced, ours):
@@ -405,6 +414,8 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
             os.close(descriptor)
     channel = socket.socket(fileno=ours) if ours >= 0 else None
     out, err = pipes.out[0], pipes.err[0]
+    # The start time is there even if the child has ended by now: only this process can reap it, and does so
+    # later.
     record = Forked(order.number, pid, start_time(pid), log, err, out, unsent)
     return Birth(record, ChildPipes(order.number, pid, log, err, out, unsent, channel), announced)
 
@@ -469,6 +480,8 @@ def _set_up(role: Role, program: ForkedProgram) -> None:
         # Only the controller: ranks outlive the fork server, whose successor adopts them.
         die_with_parent(role.parent)
     _connect_standard_descriptors(role)
+    # After setsid(): the kernel's SIGKILL goes to the group that has this process's number. Before the byte
+    # is awaited: the pool and the fork server may both die in the meantime.
     depend_on(role.lifeline)
     if not os.read(role.leave_to_live, 1):
         # The pool may not know of this process; then a successor of the fork server forks another one.
@@ -476,12 +489,15 @@ def _set_up(role: Role, program: ForkedProgram) -> None:
         os._exit(1)
     os.close(role.leave_to_live)
     signal.signal(signal.SIGINT, _ignore_interrupt)
+    # The order's variables replace all others: the fork server has those of the pool's start, and single
+    # ones set for its imports.
     os.environ.clear()
     os.environb.update(order.environment)
     os.chdir(order.directory if os.path.isdir(order.directory) else os.path.expanduser("~"))
     sys.path[:] = map(os.fsdecode, order.path)
     sys.argv[:] = [""]
     faulthandler.enable()
+    # The fork server does not collect, since its imports make nothing that ends; a rank's cells do.
     gc.enable()
     if order.number == CONTROLLER:
         name_process("hvd-controller", "hvdlab: ipyparallel controller")
@@ -530,6 +546,8 @@ def _size_openblas(threads: int) -> None:
         return
     pattern = re.compile(r"\S*openblas\S*\.so\S*")
     libraries = set(pattern.findall(Path("/proc/self/maps").read_text()))
+    # A wheel of NumPy or SciPy brings an OpenBLAS of its own, with prefixed names, and 64-bit indices add a
+    # suffix. A system's library has the plain name.
     names = (
         "scipy_openblas_set_num_threads64_",
         "scipy_openblas_set_num_threads",

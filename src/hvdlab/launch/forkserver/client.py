@@ -259,6 +259,8 @@ class ForkServer:
         with self._lock:
             pause = PAUSE * 2 ** (self._failures - AT_ONCE) if self._failures >= AT_ONCE else 0.0
             self._changed.wait_for(lambda: self._closing, pause)
+            # The wait has released the lock: close() may have been called meanwhile, or another thread have
+            # started a successor.
             if self._closing:
                 raise StartError("the fork server was closed")
             if self._lost is None:
@@ -604,6 +606,8 @@ class ServerHandle:
         process: subprocess.Popen[bytes] | None = None,
         pulse: Lifeline | None = None,
     ) -> None:
+        # Only a fork server that was found sends a descriptor, the lifeline's; one that is started here
+        # inherits it.
         self.endpoint = Endpoint(sock, descriptors=process is None)
         self.pid = pid
         self._log, self._process, self._pulse = log, process, pulse
@@ -638,6 +642,7 @@ class ServerHandle:
             pulse.close()
             raise StartError(f"the fork server could not be started: {error.strerror or error}") from error
         finally:
+            # A copy of the far end here would keep the connection open after the death of the fork server.
             theirs.close()
             os.close(reader)
 
@@ -664,6 +669,7 @@ class ServerHandle:
 
     def why_ended(self, otherwise: str) -> str:
         """Return how the fork server ended, with its last words; ``otherwise`` if that is unknown."""
+        # The kernel closes the connection of a dying process before it can be waited for.
         if not self.has_ended(1.0):
             return otherwise
         if self._process is not None:

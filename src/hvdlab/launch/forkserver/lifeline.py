@@ -52,8 +52,11 @@ def depend_on(descriptor: int) -> None:
     """
     # Opened again, since owner and signal belong to the open file, which an inherited descriptor would share.
     reader = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    # Negative for the process group: workers that a rank has forked end with the rank.
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+    # O_ASYNC after owner and signal: a hang-up before F_SETSIG would send SIGIO, which a program may catch.
+    # The reading end stays open for good: the kernel sends nothing for a closed descriptor.
     fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
     os.close(descriptor)  # last: if no other writer is left, this ends the child
 

@@ -33,8 +33,12 @@ class StdPipes:
         pairs = []
         for _ in range(2):
             reader, writer = os.pipe2(os.O_CLOEXEC)
+            # Only the reading end: with a non-blocking writing end, a print into a full pipe would raise
+            # instead of waiting.
             os.set_blocking(reader, False)
             # C code may print while it holds the interpreter's lock, and then no thread reads: the more fits, the better.
+            # The kernel refuses sizes above fs.pipe-max-size, and any increase once the user's pipes have
+            # reached pipe-user-pages-soft.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_SIZE)
             pairs.append((reader, writer))
@@ -170,5 +174,7 @@ def _load_one(name: str, loaded: list[str], failed: dict[str, str]) -> None:
 def _installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
+    # ValueError comes for a loaded module without a spec, ImportError for a submodule whose package is
+    # missing.
     except (ImportError, ValueError):
         return False

@@ -103,6 +103,7 @@ class ServerShell:
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._watch_pool()
+        # No warning: a full pipe wakes the loop as well, and reap() does not count the signals.
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _do_nothing)
 
@@ -246,6 +247,8 @@ class ServerShell:
 
     def _listen(self, path: str) -> None:
         error = ""
+        # The old listener first: at the same path, the probe of the new one would find it in use, and
+        # bind() would fail.
         if self._listener is not None:
             self._ignore(self._listener.sock)
             self._listener.close()
@@ -259,6 +262,8 @@ class ServerShell:
                 self._listener = PoolListener(path)
                 self._detached = DetachedSupervisor(Path(path).parent)
                 self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
+                # Only once the socket exists: until then, the pool's end is the end of this process as
+                # well.
                 raise_on_hangup(PULSE, False)
         except OSError as failure:
             error = failure.strerror or str(failure)
@@ -304,6 +309,8 @@ class ServerShell:
     def _leave_coordinator(self) -> None:
         """Leave the coordinator to another process from now on."""
         if self._detached is not None:
+            # First: if the coordinator has just died and its event waits in this round, a successor is
+            # started here. The next owner of the pool expects one at the socket.
             self._coordinator_ended()
             if self._detached.process >= 0:
                 self._ignore(self._detached.process)
@@ -312,9 +319,13 @@ class ServerShell:
     # -- effects --------------------------------------------------------------------------------------------------
 
     def _send(self, message: ForkServerMessage) -> None:
+        # A new process of the pool gets the writing end along with the children: they live as long as
+        # either of the two holds it.
         descriptor = self._lifeline if isinstance(message, Children) else -1
         with contextlib.suppress(ConnectionLost):
             self._link.endpoint.send_frame(encode(message), descriptor)
+        # Also after a loss: a kept pool's next process learns of the child by `Children`, and otherwise
+        # _stop() ends it like the rest.
         if isinstance(message, Forked):
             # The pool knows of the child now, so the child can live; see :attr:`Role.leave_to_live`.
             announced = self._unannounced.pop(message.pid)
@@ -372,6 +383,8 @@ class ServerShell:
             self._listener.forget()
         if self._detached is not None:
             self._detached.forget()
+        # The pipes of siblings that wait, too: with a copy of the writing end here, a sibling would not see
+        # that the fork server died.
         for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
             os.close(descriptor)
         self._child_table.forget()
@@ -499,6 +512,8 @@ class DetachedSupervisor:
     def _watch(self, pid: int) -> None:
         self._remember(pid)
         if self._known >= 0:
+            # A copy: `_known` is replaced whenever the coordinator is found again, while the selector
+            # watches this one until end().
             self.process = os.dup(self._known)
 
     def _remember(self, pid: int) -> None:
@@ -621,6 +636,8 @@ class PoolListener:
     def close(self) -> None:
         """Remove the socket and stop listening: no process can connect any more."""
         with contextlib.suppress(OSError):
+            # Before the socket is closed: once it refuses connections, another process may put its own
+            # socket at this path.
             os.unlink(self.path)
         self.forget()
 

@@ -284,6 +284,8 @@ class ForkServerState:
             case Keep(path):
                 return [Listen(path)]
             case Signal(number, wanted, group):
+                # An unknown number is no fault: the child may have ended after the pool sent this and
+                # before `Exited` reached the pool.
                 child = self._children.get(number)
                 return [Kill(child.pid, wanted, group)] if child else []
             case Guard(paths):

@@ -101,6 +101,8 @@ class PythonCommand:
                     runpy.run_module(self.what, run_name="__main__", alter_sys=True)
                 case "code":
                     _set_first_path("")
+                    # Words of the command line need not be UTF-8: os.fsdecode() has kept other bytes as
+                    # surrogates.
                     _run_as_main(self.what.encode("utf-8", "surrogateescape"), "")
                 case "script":
                     self._run_script()
@@ -152,6 +154,8 @@ def _run_as_main(source: bytes, path: str, package: str | None = None) -> None:
         main.__file__ = path
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
     sys.modules["__main__"] = main
+    # Without dont_inherit, the `from __future__ import annotations` of this module would apply to the
+    # program.
     code = compile(source, path or "<string>", "exec", dont_inherit=True)
     exec(code, main.__dict__)  # noqa: S102  # the user's own program
 
@@ -170,6 +174,8 @@ def _show(error: BaseException) -> None:
     sys.excepthook(type(error), error, traceback)
     if isinstance(error, KeyboardInterrupt):
         sys.stderr.flush()
+        # The interpreter ends by the signal as well, so that the parent sees an interrupt and not an exit
+        # code.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     raise SystemExit(1)

@@ -228,6 +228,7 @@ class WorkerReach:
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> ActorConnection:
         """Connect by an actor on the worker."""
         if errors is not None:
+            # The file would stay open: the agent's standard error goes to the log of the worker.
             errors.close()
         return ActorConnection(self._room.client, self.known[host].address, python)
 
@@ -319,6 +320,7 @@ class DaskStarter(RoomStarter):
     def _room_for(self, ranks: Sequence[int], size: int) -> str:
         """Wait for room, and start the ranks. Returns why they were not started; empty if they were."""
         deadline, said = Deadline(self._timeout), ""
+        # The first pause comes before the first look: start() has just asked, and found no room.
         while not self._closing.wait(_TURN):
             try:
                 lacking = self._place_all(ranks, size)
@@ -435,6 +437,7 @@ class ActorConnection:
     def close(self, timeout: float) -> None:
         """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
         self.hang_up()
+        # A relay that is stuck in a call to a lost worker ends only by its cancellation.
         if not self._over.wait(timeout):
             self.kill()
             self._over.wait(timeout)
@@ -461,6 +464,8 @@ class ActorConnection:
                         allow_other_workers=False,
                         key=f"hvdlab-agent-{uuid.uuid4().hex}",
                     )
+                # Orders and reports side by side: the agent may block on a full pipe of reports while
+                # orders arrive.
                 sending = asyncio.ensure_future(self._send(actor, orders))
                 try:
                     while data := await actor.reports():

@@ -166,6 +166,8 @@ class HostDiscoveryScript(HostDiscovery):
         except subprocess.TimeoutExpired:
             raise StartError(f"it did not end within {self._within:g} s, and was killed") from None
         finally:
+            # Before the pipes are read to their end: a process in the background that holds them would
+            # delay it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # also its processes in the background
             process.communicate()
@@ -236,6 +238,7 @@ def checked(found: object) -> dict[str, int]:
     for name, slots in found.items():
         if not isinstance(name, str) or isinstance(slots, bool) or not isinstance(slots, int) or slots < 0:
             raise InvalidRequestError(f"it found {name!r:.60}: {slots!r:.40}, which is no host and its slots")
+        # Made only for the check of its name: no slots are a valid answer here, but no Host.
         Host(name, max(1, slots))
     return {name: slots for name, slots in cast("Mapping[str, int]", found).items() if slots}
 
@@ -303,6 +306,8 @@ class HostAsker:
                 ours = isinstance(error, StartError | InvalidRequestError)
                 text = text.partition("\n")[0] if ours else f"it raised {type(error).__name__}: {text}"
                 self._answering.clear()
+                # The flag is cleared before the report: a close() that waits for the report must then join
+                # this thread.
                 self._report(partial(self._observer.failed, text))
             else:
                 self._answering.clear()
@@ -426,6 +431,7 @@ class Cooldown:
         """Put a failed host aside. Returns for how many seconds it is put aside; a cooldown that runs is not prolonged."""
         if self.until is not None and now < self.until:
             return self.until - now
+        # The exponent has a bound because 2.0 ** 1024 raises OverflowError.
         seconds = min(self.longest, self.shortest * 2.0 ** min(self.failures, 64))
         self.failures += 1
         self.until = now + seconds

@@ -386,6 +386,8 @@ class SlurmStarter(RoomStarter):
         reach = StepReach(job.id, self._slurm, self._step)
         failed = ENDED_WITH_JOB
         with self._changed:
+            # close() sets this under the same lock: ranks are either placed before, and ended by its second
+            # _close_placed(), or not at all.
             if not self._closing.is_set():
                 failed = self._place_waiting(nodes, reach)
             left = list(self._waiting)
@@ -414,6 +416,7 @@ class SlurmStarter(RoomStarter):
         node = self._node_of.get(event.rank, "")
         try:
             state = self._completed(job.id)
+            # With --no-kill the job outlives a failed node, which only leaves the list of its nodes.
             if state is not None and state.runs and node not in self._slurm.hostnames(state.nodes):
                 trouble = self._slurm.node_trouble(node)
                 reason = f"node {node} of Slurm's job {job.id} failed{f' ({trouble})' if trouble else ''}"
@@ -590,6 +593,8 @@ class Slurm:
             state, start, nodes, comment, reason = (field.strip() for field in fields)
             tasks = comment.removeprefix(MARK) if comment.startswith(MARK) else ""
             return JobState(state, reason, start, nodes, tasks)
+        # Slurm forgets a job some minutes after its end (MinJobAge): squeue then prints no line, or refuses
+        # the number.
         if done.returncode == 0 or "Invalid job id" in done.stderr:
             return None
         raise StartError(plain(done.stderr) or f"`squeue` ended with exit code {done.returncode}")
@@ -608,6 +613,7 @@ class Slurm:
         except StartError:
             return ""
         state, _, reason = (done.stdout.splitlines() or [""])[0].partition("\t")
+        # A star behind the state means that the node does not respond.
         if not state.startswith(("down", "drain", "fail", "unknown")) and not state.endswith("*"):
             return ""
         return f"{state}, {reason.strip()}" if reason.strip() not in ("", "none") else state
@@ -643,6 +649,7 @@ SCRIPT = (
 """What the job itself runs. The launcher cancels the job; if the launcher is lost with its host, the job ends after five minutes
 without a step."""
 
+# sbatch gets no input: it must not read from the pipe whose end has the job cancelled.
 _KEEP = (
     'trap \'\' HUP INT PIPE TERM; job=$(sbatch "$@" </dev/null) || exit 1; echo "$job"; cat >/dev/null; '
     'tries=0; until scancel "${job%%;*}" || [ $tries -ge 60 ]; do tries=$((tries + 1)); sleep 5; done'

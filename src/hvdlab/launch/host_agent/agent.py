@@ -288,6 +288,7 @@ class Agent:
             self._make_directory(order.coordinator)
         with contextlib.suppress(OSError):
             os.chdir(order.directory)
+        # After the job's variables: a count of threads that the user has set is left alone.
         if order.threads:
             os.environ.update(thread_counts(os.environ, order.threads))
         if order.forked:
@@ -473,6 +474,8 @@ class Agent:
             while self._read_output(child, fd):
                 pass
         for fd in child.pipes:
+            # A pipe that has not ended is kept open by a process that left the rank's group; the rank's end
+            # does not wait for that.
             self._selector_drop(fd)
             os.close(fd)
         for piece in child.result():
@@ -497,6 +500,7 @@ class Agent:
             while (ended := _ended_child()) > 0:
                 child = self._by_pid.pop(ended, None)
                 if child is not None:
+                    # Before waitpid(): from then on another group may get this number.
                     child.signal(signal.SIGKILL)
                 os.waitpid(ended, 0)
         for child in self._by_pid.values():
@@ -555,6 +559,8 @@ def _catch_signals() -> int:
 def main() -> None:
     """Run the agent; ``--stdin FD`` names the descriptor that a rank may be given as its input."""
     stdin = int(sys.argv[2]) if sys.argv[1:2] == ["--stdin"] else -1
+    # Copies, which no rank inherits: a rank that outlives the agent must not keep the launcher's pipes
+    # open.
     orders, reports = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)

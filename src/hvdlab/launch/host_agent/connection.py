@@ -142,6 +142,8 @@ class ProgramConnection:
             env=environment,
             pass_fds=kept,
             start_new_session=True,
+            # AgentLink reads and writes the descriptors themselves, so the file objects must not keep bytes
+            # back.
             bufsize=0,
         )
         assert self._process.stdin is not None
@@ -153,6 +155,7 @@ class ProgramConnection:
     def end_text(self, host: str, greeted: bool) -> str:
         """Return a text with the exit code and the last words of the program."""
         try:
+            # The pipe of a dying process ends before its exit code can be had.
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
             return f"the connection to {host} is lost"
@@ -264,6 +267,7 @@ class AgentLink:
         command = agent_command(python)
         kept: list[int] = []
         if stdin:
+            # A descriptor of its own: 0 carries the orders in the agent.
             kept = [os.dup(0)]
             command += ["--stdin", str(kept[0])]
         try:

@@ -165,6 +165,8 @@ def spawn(start: wire.Start, spec: wire.RankSpec, stdin: int) -> Child:
             stderr=err,
             pass_fds=kept,
             process_group=0,
+            # The kernel sends this signal when the thread that forked ends, so a rank must never be started
+            # on another thread than the main one.
             preexec_fn=lambda: die_with_parent(agent),  # noqa: PLW1509  # the agent has one thread
         )
     except OSError as error:

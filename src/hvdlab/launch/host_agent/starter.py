@@ -102,6 +102,8 @@ class ExecStarter:
                 link = self._links.get(host) or self._connect(
                     host, [slot.rank for slot in slots if self._hosts[slot.host].name == host]
                 )
+                # Queued under the lock that also guards `_host_of`: the thread sends it only after the ranks are
+                # known, and so disowns no report of theirs.
                 link.send(
                     wire.Spawn(tuple(self._spec(rank, size, slots[rank].where, host) for rank in those))
                 )
@@ -204,6 +206,8 @@ class ExecStarter:
             ) from error
         variables = {**self._reach.variables(host), **(program.environment if program else {})}
         command = program.command if program else (self._python, "-m", self._request.module)
+        # The path of this host's interpreter may not exist there: each agent puts its own in place of the
+        # empty word.
         if not self._python and command[0] == default_python():
             command = ("", *command[1:])
         link.send(

@@ -54,6 +54,7 @@ class Zygote:
             raise ZygoteError(f"{os.fsdecode(start.command[0])} is not started as a Python program")
         self._start = start
         self._fault = ""  # its output instead of an answer
+        # Packets: with each order the zygote gets the descriptors of one rank, and no other's.
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setblocking(False)
         self.ready = False

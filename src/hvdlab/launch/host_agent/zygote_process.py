@@ -39,6 +39,7 @@ def main() -> None:
     sock = socket.socket(fileno=number)
     command = PythonCommand.parse(words)
     assert command is not None  # the agent has taken it apart, too
+    # A copy from before the imports: a rank must not inherit the single OpenBLAS thread.
     environment = dict(os.environ)
     # A thread that runs at a fork is lost in the child, with the locks that it held.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
@@ -53,6 +54,7 @@ def main() -> None:
     gc.freeze()
     sock.send(wire.encode_payload(wire.Preloaded(failed)))
     spec, kept = _serve(sock)
+    # In the rank again: a fork does not inherit the request, and the agent is its parent only from now on.
     die_with_parent(agent)
     os.environ.clear()
     os.environ.update(environment | spec.environment)
@@ -112,11 +114,14 @@ def _fork(sock: socket.socket, rank: int) -> bool:
             os.write(tell, f"0 {why_not(error)}".encode())
             os._exit(1)
         if child:
+            # Before the number is reported: the agent may signal the rank's group as soon as it knows that.
             os.setpgid(child, child)
             os.write(tell, str(child).encode())
             os._exit(0)
         for descriptor in (told, tell, announced):
             os.close(descriptor)
+        # A rank that ran earlier could end before the agent is its parent, and its end be reaped as an
+        # unknown orphan's.
         if not os.read(leave_to_live, 1):
             os._exit(1)  # the zygote has died; the agent starts this rank itself
         os.close(leave_to_live)

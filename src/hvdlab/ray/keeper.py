@@ -146,6 +146,7 @@ class PoolActor:
     def describe(self) -> KeptJob:
         """Return its line in a list of pools."""
         with self._changed:
+            # A notebook whose lease is over by now must not be listed as the tenant.
             self._step(LeaseTick())
             tenant = self._tenancy.tenant
             return KeptJob(
@@ -208,6 +209,8 @@ class PoolActor:
     def coordinator_ended(self, incarnation: int) -> str:
         """Return how the coordinator of this incarnation has ended; empty if it lives. It has a moment to end."""
         with self._changed:
+            # A notebook loses its connection before the thread of this actor has seen the end of the
+            # coordinator's process.
             self._changed.wait_for(lambda: self._incarnation > incarnation, _END_WITHIN)
             return self._ending if self._incarnation > incarnation else self._coordinator.ending()
 
@@ -252,6 +255,8 @@ class PoolActor:
             else:
                 self._living.pop(event.rank, None)
                 self._lost[event.rank] = event
+            # Without a notebook no event is kept: the next claim gets the outcome of all of them in its
+            # access.
             if self._tenancy.tenant is not None:
                 self._events.append(event)
             self._changed.notify_all()
@@ -280,6 +285,7 @@ class PoolActor:
         """Let time pass for the tenancy."""
         with self._changed:
             while not self._over:
+                # Each step of the tenancy notifies, so that this waits for the new time.
                 self._changed.wait(max(0.0, self._tenancy.next_at - time.monotonic()))
                 self._step(LeaseTick())
 
@@ -290,6 +296,8 @@ class PoolActor:
                 if self._is_over():
                     return
                 pid, incarnation = self._coordinator.pid, self._incarnation
+            # Without the lock, as this waits for the whole life of the coordinator. If it was reaped
+            # meanwhile, it can't be opened: that is its end, too.
             with contextlib.suppress(ProcessLookupError):
                 process = os.pidfd_open(pid)
                 try:
@@ -297,6 +305,7 @@ class PoolActor:
                 finally:
                     os.close(process)
             with self._changed:
+                # A notebook may have been faster, by replace_coordinator().
                 if self._incarnation == incarnation and not self._is_over():
                     try:
                         self._respawn(RESPAWN_WITHIN)
@@ -383,6 +392,7 @@ class RayKeeper:
             for entry in ray.util.list_named_actors(all_namespaces=True)
             if entry["namespace"] == NAMESPACE
         }
+        # ray.wait() raises ValueError for an empty list.
         ready, _ = (
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_WITHIN)
             if asked
@@ -415,6 +425,8 @@ class RayKeeper:
             ) from error
         try:
             answer = _answer(_call(actor.claim, request.tenant), timeout)
+        # A detached actor that is not claimed would stay on the cluster without a user until `unused_for`
+        # is over.
         except BaseException:
             if ray.is_initialized():
                 ray.kill(actor)

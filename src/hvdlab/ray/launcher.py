@@ -195,6 +195,7 @@ class Surroundings:
         variables = exported(os.environ).items()
         return cls(
             os.getcwd(),
+            # CUDA_VISIBLE_DEVICES names GPUs of this host; on its node, a rank gets those of its room.
             {name: value for name, value in variables if not name.startswith(("RAY_", "CUDA_VISIBLE"))},
         )
 
@@ -242,6 +243,7 @@ class NodeConnection:
     def __init__(self, node: str) -> None:
         ray = imported()
         affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        # Two groups: in one, an order would wait until the agent has something to report.
         actor_class = ray.remote(concurrency_groups={"orders": 1, "reports": 1})(NodeActor)
         self._actor = actor_class.options(num_cpus=0, scheduling_strategy=affinity).remote()
         self.inbox, self._reports = os.pipe2(os.O_CLOEXEC)
@@ -285,6 +287,8 @@ class NodeConnection:
 
     def _close(self, descriptor: int) -> None:
         with self._lock:
+            # Both hang_up() and close() come here: closed a second time, the number could be that of
+            # another file.
             if descriptor in self._open:
                 self._open.remove(descriptor)
                 os.close(descriptor)
@@ -304,6 +308,8 @@ class NodeConnection:
         except Exception as error:  # noqa: BLE001  # Ray was shut down
             self._reason = f"the connection to Ray is lost ({type(error).__name__})"
         finally:
+            # After the reason is stored and before the pipe ends: the launcher asks for the reason as soon
+            # as it sees that end.
             self._over.set()
             os.close(self._reports)
 
@@ -312,6 +318,8 @@ class NodeConnection:
         try:
             while data := os.read(self._orders, wire.PIECE):
                 self._actor.order.options(concurrency_group="orders").remote(data)
+            # In the group of the orders, which has one thread: the agent's input is closed after the last
+            # of them.
             self._actor.hang_up.options(concurrency_group="orders").remote()
         except Exception as error:  # noqa: BLE001  # Ray was shut down: the thread of reports finds that, too
             self._reason = f"the connection to Ray is lost ({type(error).__name__})"
@@ -428,6 +436,7 @@ class RayStarter(RoomStarter):
         deadline = Deadline(self._timeout)
         found: dict[int, Allotment] = {}
         while asked:
+            # In turns: signal() and close() withdraw ranks, and neither ends a wait of Ray's.
             ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_TURN)
             for reference in ready:
                 rank = asked.pop(reference)
@@ -468,6 +477,8 @@ class RayStarter(RoomStarter):
                     self._exec.start_on(name, list(those), size, variables)
                 except BaseException:
                     for rank in those:
+                        # _await_room() kills the actors of all ranks that are not in `_rooms`, which gives
+                        # their room back.
                         del self._rooms[rank]
                     raise
                 self._claim(those)

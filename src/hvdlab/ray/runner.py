@@ -339,6 +339,7 @@ class StaticAdapter(Adapter):
         #: The coordinator and the connection to it, from :meth:`start` to :meth:`shutdown`.
         self._coordinator: CoordinatorProcess | None = None
         self._client: Client | None = None
+        #: Numbers of the calls, which make their names for the coordinator unique.
         self._calls = itertools.count()
         #: How many interrupts each rank was sent.
         self._interrupts: Counter[int] = Counter()
@@ -389,6 +390,8 @@ class StaticAdapter(Adapter):
         cards, size = self._cards, len(self._cards)
         here = host_key(), os.getuid()
         address = None
+        # Also for another user on this host: the coordinator refuses a peer of another user at its Unix
+        # socket.
         if any((card.host, card.user) != here for card in cards):
             address = self._address()
         self._coordinator = CoordinatorProcess.start(
@@ -411,9 +414,11 @@ class StaticAdapter(Adapter):
             stands = host_position(rank, range(size), hosts)
             own = own_environment(world, rank, size, stands)
             environment = {**self._gpus(host, hosts), **extra, **own, HOST_VARIABLE: host}
+            # No wait between the two calls: an actor runs its calls in the order in which it gets them.
             updates.append(worker.update_env_vars.remote(environment))
             joins.append(worker.connect.remote(stands.local_size, self._start_timeout))
         self._wait(updates, self._start_timeout, "got their variables")
+        # Longer than the workers' own limit, since their error says more than that they are late.
         self._wait(joins, self._start_timeout + _CLOSING, "joined")
 
     def _gpus(self, host: str, hosts: Sequence[str]) -> dict[str, str]:
@@ -604,6 +609,7 @@ class StaticAdapter(Adapter):
         # Each field is cleared before its object ends, so that a second call finds none.
         strategy, self.strategy = self.strategy, None
         workers, self.workers = self.workers, []
+        # After ray.shutdown() no worker is left, and a call would start a cluster.
         if strategy is not None and ray.is_initialized():
             if self._client is not None and workers:
                 leaving = [worker.leave.remote() for worker in workers]

@@ -179,6 +179,8 @@ class BaseHorovodWorker:
             engine.start_timeline(settings.timeline, settings.mark_cycles)
         context.adopt(engine)
         main = threading.main_thread()
+        # Python accepts handlers on the main thread alone, and Ray runs the methods of concurrent actors on
+        # other threads.
         if threading.current_thread() is main and main.ident is not None:
             ident = main.ident
             signal.signal(signal.SIGINT, self._on_signal)
@@ -189,6 +191,7 @@ class BaseHorovodWorker:
 
     def _on_interrupt(self, main: int) -> None:
         """Send the main thread an interrupt, on the engine's thread."""
+        # Before the signal, whose handler compares the counts.
         self._interrupts += 1
         signal.pthread_kill(main, signal.SIGINT)
 
@@ -233,6 +236,8 @@ class BaseHorovodWorker:
         try:
             self._interrupts_before = interrupts
             self._interruptible = True
+            # After the flag: an interrupt that comes between the two is raised by the handler, an earlier
+            # one by this call.
             self._on_signal(signal.SIGINT, None)  # it may have come before
             function, args, kwargs = unpickled_call(call)
             if what == "class":
@@ -244,6 +249,7 @@ class BaseHorovodWorker:
             error = describe_uncaught(problem, self.world_rank).error
             raise
         finally:
+            # First: an interrupt inside end_cell() would leave the call open for the coordinator.
             self._interruptible = False
             engine.end_cell(cell, error)
 

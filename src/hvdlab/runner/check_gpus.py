@@ -172,6 +172,7 @@ class CheckedRank:
         times: dict[str, list[float]] = {name: [] for name in calls}
         for call in calls.values():
             call()
+        # In turns, so that a change of the clocks or of the load meets both alike.
         for _ in range(ROUNDS):
             for name, call in calls.items():
                 for _ in range(CALLS):
@@ -241,6 +242,7 @@ def _torch_contender(
 
         return call
 
+    # torch makes its NCCL communicator at the first collective: an error of that must come here.
     contender(1 << 12)()
     return contender
 
@@ -307,6 +309,8 @@ class GpuRanks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
+                # Ctrl-C in the terminal reaches the checker alone, which ends the ranks by the end of their
+                # input.
                 start_new_session=True,
             )
 

@@ -52,6 +52,7 @@ def load(text: str, *, killed: bool = False) -> list[Event]:
     :class:`TraceFormatError` when it isn't JSON or not a trace.
     """
     try:
+        # Python's parser accepts NaN and Infinity, which are no JSON and which viewers refuse.
         data = json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         if not killed:
@@ -101,6 +102,7 @@ def _check_event(event: Event) -> Iterator[str]:
         yield f"unknown phase type {phase!r}"
         return
     for key in ("pid", "tid"):
+        # Not isinstance(), which accepts true and false as integers.
         if type(event.get(key)) is not int:
             yield f"{key} is {event.get(key)!r}, not an integer"
     for key in REQUIRED[phase]:
@@ -150,6 +152,8 @@ def _is_finite(value: object) -> bool:
 
 
 def _nanos(micros: float) -> int:
+    # As whole numbers: the sum of two fractions can differ in its last bit from the time that it stands
+    # for, and slices would overlap.
     return round(micros * 1000)
 
 
@@ -181,6 +185,7 @@ def _check_slices(events: Sequence[tuple[int, Event]], killed: bool) -> Iterator
 
 def _check_nesting(track: Track, slices: list[tuple[int, int, int]]) -> Iterator[str]:
     stack: list[tuple[int, int, int]] = []
+    # Of slices that begin together the longest comes first, since it has to be the outermost.
     for begin, end, index in sorted(slices, key=lambda item: (item[0], -item[1])):
         while stack and stack[-1][1] <= begin:
             stack.pop()

@@ -149,6 +149,7 @@ def _close_output() -> None:
             stream.flush()
         except BrokenPipeError:
             with contextlib.suppress(OSError):
+                # The interpreter flushes once more at its exit, and would report the broken pipe then.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -227,6 +228,7 @@ def parser() -> argparse.ArgumentParser:
     )
     groups = {name: found.add_argument_group(name) for name in dict.fromkeys(flag.group for flag in FLAGS)}
     for flag in FLAGS:
+        # argparse expands each % in a help text.
         help = f"no effect here: {flag.ineffective}" if flag.ineffective else flag.meaning
         groups[flag.group].add_argument(
             *flag.names, dest=flag.dest, default=None, help=help.replace("%", "%%"), **_takes(flag)
@@ -265,6 +267,7 @@ def parse(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """
     given = vars(parser().parse_args(arguments))
     command = given.pop("command")
+    # argparse leaves the separator in a remainder.
     if command[:1] == ["--"]:
         del command[0]
     return {dest: value for dest, value in given.items() if value is not None}, command
@@ -313,6 +316,7 @@ def _labels(job: JobSpec, options: RunOptions, *, open_mpi: bool) -> list[str]:
 def replace_process(job: JobSpec, options: RunOptions) -> NoReturn:
     """Become mpiexec. Raises ``StartError`` if there is none."""
     line, environment = mpiexec_command(job, options)
+    # execve() drops the bytes that are still in the buffers of this process.
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(line[0], line, environment)

@@ -51,6 +51,7 @@ def pickled_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     Raises:
         TypeError, pickle.PicklingError: Something of it can't be pickled.
     """
+    # Pickled twice: the reader must have the path before it unpickles the function, which imports modules.
     return pickle.dumps((list(sys.path), cloudpickle.dumps((function, args, kwargs))))
 
 
@@ -72,6 +73,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # a pipe, but its lines are shown as they come
+    # Opened anew, at the beginning: the inherited descriptor shares the agent's offset, which is at the
+    # end.
     with open(f"/proc/self/fd/{call}", "rb") as file:
         # Safe to unpickle: the launcher made it, on a pipe or in memory that no other user's process can reach.
         data = file.read()

@@ -109,6 +109,7 @@ class JobRun:
             StartError, InvalidRequestError: The job could not be started.
         """
         with contextlib.ExitStack() as cleanup:
+            # First, so that it runs last: the threads of everything below may post until they have ended.
             cleanup.callback(self._news.close)
             cleanup.enter_context(self._news.signals())
             cleanup.callback(self._sink.close)
@@ -129,6 +130,8 @@ class JobRun:
             keeper = CoordinatorSupervisor(
                 coordinator, self._client, self._news.post, self._news.coordinator_lost
             )
+            # Runs after the two that follow: once the coordinator is closed, an attempt under way has
+            # nothing to wait for.
             cleanup.callback(keeper.close)
             cleanup.callback(coordinator.close, _CLOSING)
             cleanup.callback(self._client.close)
@@ -197,6 +200,8 @@ class JobRun:
         for host in dict.fromkeys(hosts.values()):
             ranks = [rank for rank, its in hosts.items() if its == host]
             for rank in ranks:
+                # A new process of a rank must not be credited with the result and the last lines of an
+                # earlier one.
                 self._results.pop(rank, None)
                 self._tails.pop(rank, None)
                 self._hosts[rank] = host
@@ -233,6 +238,7 @@ class JobRun:
             self._news.post(e.Spawned(rank, event.pid))
         elif rank in self._running:
             self._running.discard(rank)
+            # Without a code and a signal no process was seen to end: it never ran, or its agent was lost.
             if event.code is None and not event.signal:
                 self._news.post(e.Unstartable((rank,), event.reason))
             else:
@@ -475,9 +481,13 @@ class EventQueue:
     def __init__(self) -> None:
         self.descriptor, self._writer = os.pipe()
         os.set_blocking(self.descriptor, False)
+        # The writing end, too: a signal handler that waited for room would wait for the loop that it
+        # interrupts.
         os.set_blocking(self._writer, False)
         self.last_pid: dict[int, int] = {}
         self.stopped = 0
+        # Not a queue.Queue: a signal can interrupt the loop while that holds the lock, which the handler
+        # would need.
         self._queue: deque[QueuedEvent] = deque()
         self._room = threading.Condition()
         #: Bytes of output in the queue, and whether :meth:`stop` was called; guarded by ``_room``.
@@ -492,6 +502,7 @@ class EventQueue:
 
     def post(self, event: QueuedEvent) -> None:
         """Queue an event, from another thread or a signal handler. The loop can ignore events after :meth:`stop`."""
+        # Before the byte: the loop that it wakes must find the event.
         self._queue.append(event)
         with contextlib.suppress(BlockingIOError):  # the pipe is full, which wakes the loop as well
             os.write(self._writer, b"\0")

@@ -205,6 +205,8 @@ class RunOptions:
         command = shlex.split(self.get("ssh") or "ssh")
         if os.path.basename(command[0]) != "ssh":
             return tuple(command)
+        # BatchMode: ssh fails instead of waiting at a prompt for a password. ServerAliveInterval: the
+        # connection to a host that is cut off ends after three messages without an answer.
         command += ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=5"]
         if self.get("ssh_port"):
             command += ["-p", str(self.get("ssh_port"))]
@@ -265,6 +267,7 @@ def _leaves(tree: Any, source: str, above: str = "") -> Iterator[tuple[str, Any]
         name = f"{above}.{key}" if above else str(key)
         name = name.replace("_", "-")
         if isinstance(value, dict) or any(other.startswith(f"{name}.") for other in _BY_KEY):
+            # YAML reads a section without entries as None.
             yield from _leaves({} if value is None else value, source, name)
         else:
             yield name, value
@@ -275,6 +278,7 @@ def _checked(flag: Flag, value: Any, where: str) -> Any:
         case FlagKind.SWITCH:
             good = isinstance(value, bool)
         case FlagKind.NUMBER:
+            # YAML's yes and true are bools, which are ints in Python, too.
             good = isinstance(value, int) and not isinstance(value, bool)
         case FlagKind.REAL:
             good = isinstance(value, int | float) and not isinstance(value, bool)

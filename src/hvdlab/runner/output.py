@@ -46,6 +46,8 @@ class Writer:
     def line(self, line: bytes, passing: bool) -> None:
         """Write a line; a ``passing`` one may be overwritten by the next where that is possible."""
         if self.terminal:
+            # The line that is overwritten may be longer than this one, so the terminal is asked to erase
+            # it.
             line = (b"\x1b[K" if self._passing else b"") + line + (b"\r" if passing else b"\n")
             self._passing = passing
         else:

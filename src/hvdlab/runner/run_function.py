@@ -155,6 +155,7 @@ def run(
     if done.stopped == signal.SIGINT:
         raise KeyboardInterrupt
     if done.stopped:
+        # The job has caught the signal so that its ranks could end; the caller's own handlers get it now.
         signal.raise_signal(done.stopped)
     size = job.size if job.source is None else max(done.outcomes, default=-1) + 1
     return results(done, size)
@@ -223,8 +224,10 @@ def _like(original: BaseException | None, text: str) -> RankFailedError:
             both = type(
                 kind.__name__, (RankFailedError, kind), {"__module__": kind.__module__, "__str__": _text}
             )
+            # Without __init__(), which may need arguments that are unknown here.
             error: RankFailedError = kind.__new__(both)
             error.__dict__.update(vars(original))
+            # OSError keeps these three outside of its __dict__.
             if isinstance(original, OSError) and isinstance(error, OSError):
                 error.errno, error.strerror, error.filename = (
                     original.errno,

@@ -718,6 +718,8 @@ class Supervisor:
         self._end_released(now)
         if not self._begun and self._start_by is not None and now >= self._start_by:
             self._grow(now)
+            # With a time in the past every tick would be due at once; meanwhile each answer of the source
+            # is tried as well.
             self._start_by = None if self._begun else now + 1.0
         if self._enough_by is not None and now >= self._enough_by:
             least, growth = self.policy.min_ranks or 1, self.policy.growth

@@ -227,6 +227,8 @@ class SparkStarter(RoomStarter):
 
     def _cancel(self, seat: _Seat, reason: str) -> None:
         with self._changed:
+            # Before the cancellation: the rank's thread reads the reason as soon as Spark reports the end
+            # of the job. The first one stays.
             seat.given_up = seat.given_up or reason
         # Also if it was not submitted yet.
         self._context._jsc.sc().cancelJobGroupAndFutureJobs(seat.group)
@@ -283,6 +285,8 @@ class SparkStarter(RoomStarter):
     def _end(self, seat: _Seat, reason: str, code: int | None = None, number: int = 0) -> None:
         self._ranks.handle(Ended(seat.rank, seat.pid, reason, "", "", code, number))
         with self._changed:
+            # After the report: close() waits until no seat is left, and the observer must have all ends by
+            # then.
             # The observer can have started the rank again in the line before.
             if self._seats.get(seat.rank) is seat:
                 del self._seats[seat.rank]

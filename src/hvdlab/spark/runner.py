@@ -210,6 +210,8 @@ def run_tasks(
         )
     timeout = chosen_timeout(start_timeout)
     deadline = time.monotonic() + timeout
+    # Before the job: Spark fails a barrier stage that needs more slots than there are, with an error of its
+    # own.
     wait_for_slots(context, size, deadline, timeout)
     job = SparkJob(context, size, deadline, timeout)
     say = _speaker(verbose)
@@ -263,6 +265,8 @@ class SparkJob:
         """Run the job and keep the tasks' results. Cancels the job however this method ends."""
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
+        # The job group belongs to the JVM's thread that pyspark pins to this one; InheritableThread ends
+        # that thread as well.
         thread = InheritableThread(target=self._submit, args=(task,), name=self._group)
         thread.daemon = True
         thread.start()
@@ -295,6 +299,7 @@ class SparkJob:
 
     def _wait_until_started(self) -> None:
         while not self._news.wait(_LOOKS):
+            # Completed tasks count, too: those of short ranks may end between two looks.
             running = sum(stage.numActiveTasks + stage.numCompletedTasks for stage in self._stages())
             if running >= self._size:
                 return

@@ -85,6 +85,8 @@ class RankTask:
         address = (
             context.getTaskInfos()[context.partitionId()].address.rpartition(":")[0] or socket.gethostname()
         )
+        # Each task offers an address: allGather() needs a text of all, and only the task of rank 0 can find
+        # a port that is free there.
         rendezvous = context.allGather(f"{address} {free_port()}")[order[0]].split()
         world = replace(self.world, master_address=rendezvous[0], master_port=int(rendezvous[1]))
         where = host_position(rank, range(size), [hosts[task] for task in order])

@@ -44,6 +44,7 @@ def shard(dataset: Any, rank: int, size: int) -> list[RowChunk]:
         rank, size: Which share of how many.
     """
     groups = []
+    # Sorted, since each rank lists the files itself: shares overlap unless all ranks have one order.
     for fragment in sorted(dataset.get_fragments(), key=lambda each: each.path):
         name = fragment.path.rpartition("/")[2]
         for group in fragment.split_by_row_group():
@@ -109,6 +110,7 @@ def _array(column: Any, name: str, where: str, shape: Sequence[int] | None, star
         column = column.cast(pa.float64())
     elif not (pa.types.is_boolean(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         raise InvalidRequestError(f"{name} has values of type {kind} in {where}, which are no numbers.")
+    # A copy is allowed: Arrow packs booleans as bits, which numpy can't view.
     array: npt.NDArray[Any] = column.to_numpy(zero_copy_only=False)
     return array
 

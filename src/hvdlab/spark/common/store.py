@@ -416,6 +416,8 @@ class FilesystemStore(AbstractFilesystemStore):
 
     @property
     def fs(self) -> Any:
+        # Not kept in an attribute: the store travels to the ranks by pickle, and fsspec caches its
+        # instances itself.
         return fsspec.filesystem(self.protocol, **self.storage_options)
 
     @classmethod
@@ -492,6 +494,7 @@ class HDFSStore(AbstractFilesystemStore):
 
     @property
     def fs(self) -> Any:
+        # The host "default" has libhdfs use the name node of Hadoop's configuration (fs.defaultFS).
         given = {name: value for name, value in self._options.items() if value is not None}
         return fsspec.filesystem(
             "hdfs", host=self._host or "default", port=self._port or 0, **given, **self.storage_options

@@ -124,6 +124,7 @@ def check_shape_compatibility(
             )
         for column, shape in zip(columns, shapes, strict=True):
             size = int(np.prod(metadata[column]["shape"]))
+            # The batch stands as -1 in the shape, which only turns the sign of the product.
             asked = int(abs(np.prod(shape)))
             if size != asked:
                 raise InvalidRequestError(

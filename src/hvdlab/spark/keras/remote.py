@@ -75,6 +75,8 @@ class _Fit:
     def __init__(self, job: KerasTraining) -> None:
         self.job = job
         if not job.use_gpu:
+            # Before anything touches TensorFlow's devices: once they are initialized it refuses to hide
+            # one.
             tf.config.set_visible_devices([], "GPU")
         if job.seed is not None:
             keras.utils.set_random_seed(job.seed + hvd.rank())
@@ -144,6 +146,7 @@ class _Fit:
             hvd.callbacks.MetricAverageCallback(),
         ]
         if self.job.val_rows:
+            # After the averaging callback: these values are of all ranks already.
             chosen.append(_Validation(lambda: self._all_prepared(self._val_batches(data))))
         # Callbacks are on all ranks, with the same metrics: one that ends the training ends it everywhere.
         chosen += self.callbacks
@@ -242,6 +245,8 @@ class _Validation(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
         rows, found = 0, {}
         batches = list(islice(each := self._counted(), 1))
         model: Any = self.model
+        # A rank without rows must not call evaluate(), which fails without a batch, but has to take part in
+        # the gathering.
         if batches:
             found = model.evaluate(_chained(batches, each), return_dict=True, verbose=0)
             rows = self._rows
@@ -309,6 +314,7 @@ def pack(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
         custom_objects: The user's classes and functions in it, by name.
     """
     with keras.utils.custom_object_scope(custom_objects or {}):
+        # Pickled twice: the value can be unpickled only within the scope of the custom objects.
         packed: bytes = cloudpickle.dumps((dict(custom_objects or {}), cloudpickle.dumps(value)))
     return packed
 

@@ -196,6 +196,7 @@ class _Trainer:
 
     def ended(self, trainer: Any, place: str) -> None:
         """Store the results of an epoch."""
+        # Lightning adds these endings to the names of metrics that are logged by step and by epoch.
         values = {
             name: float(value)
             for name, value in trainer.callback_metrics.items()
@@ -213,6 +214,7 @@ class _Trainer:
         job = self.job
         if job.checkpoint is not None:
             file = self.files / "kept.ckpt"
+            # On all ranks: only rank 0 writes, but the method ends with a barrier of the strategy.
             trainer.save_checkpoint(file)
             if trainer.is_global_zero:
                 job.write_checkpoint(file.read_bytes())
@@ -342,6 +344,8 @@ def strategy_class(package: Any) -> type:
             super().__init__(device)
             self.global_rank, self.local_rank, self.world_size = hvd.rank(), hvd.local_rank(), hvd.size()
             self._compression, self._passes = compression or hvd.Compression.none, passes_per_step
+            # Lightning reads this at its import from variables such as RANK, and counts a process without them
+            # as rank 0.
             from_rank_zero.rank = hvd.rank()
 
         def setup(self, trainer: Any) -> None:
@@ -368,6 +372,7 @@ def strategy_class(package: Any) -> type:
                 optimizer.synchronize()
                 return loss
 
+            # The closure has synchronized: step() must not wait for the same reductions again.
             with optimizer.skip_synchronize():
                 return super().optimizer_step(optimizer, reduced, model, **kwargs)
 
@@ -385,6 +390,7 @@ def strategy_class(package: Any) -> type:
         def all_gather(
             self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
         ) -> torch.Tensor:
+            # Lightning expects a new first axis, one entry for each rank.
             gathered: torch.Tensor = hvd.allgather(tensor[None])
             return gathered
 

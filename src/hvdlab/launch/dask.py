@@ -320,7 +320,7 @@ class DaskStarter(RoomStarter):
     def _room_for(self, ranks: Sequence[int], size: int) -> str:
         """Wait for room, and start the ranks. Returns why they were not started; empty if they were."""
         deadline, said = Deadline(self._timeout), ""
-        # The first pause comes before the first look: start() has just asked, and found no room.
+        # The first pause comes before the first question: start() has just asked, and found no room.
         while not self._closing.wait(_TURN):
             try:
                 lacking = self._place_all(ranks, size)
@@ -437,7 +437,7 @@ class ActorConnection:
     def close(self, timeout: float) -> None:
         """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
         self.hang_up()
-        # A relay that is stuck in a call to a lost worker ends only by its cancellation.
+        # A relay whose agent does not end, or whose worker hangs, ends only by its cancellation.
         if not self._over.wait(timeout):
             self.kill()
             self._over.wait(timeout)
@@ -445,6 +445,8 @@ class ActorConnection:
 
     def _close(self, descriptor: int) -> None:
         with self._lock:
+            # Both hang_up() and close() come here: closed a second time, the number could be that of
+            # another file.
             if descriptor in self._open:
                 self._open.remove(descriptor)
                 os.close(descriptor)
@@ -464,8 +466,7 @@ class ActorConnection:
                         allow_other_workers=False,
                         key=f"hvdlab-agent-{uuid.uuid4().hex}",
                     )
-                # Orders and reports side by side: the agent may block on a full pipe of reports while
-                # orders arrive.
+                # Side by side: a call of reports() lasts until the agent has something to report.
                 sending = asyncio.ensure_future(self._send(actor, orders))
                 try:
                     while data := await actor.reports():

@@ -489,6 +489,7 @@ class HostTable:
         self._asked: float | None = None
         #: When the source failed last; ``None`` if it never did, or has answered well for long enough since.
         self._failed: float | None = None
+        #: Effects of the event that :meth:`handle` is at.
         self._effects: list[HostEffect] = []
 
     @property

@@ -137,7 +137,7 @@ class RoomStarter(ABC):
         self._withdraw(waiting, ENDED_WITH_JOB)
         self._close_placed(0.0)  # ranks that got room before this was closing
         self._release_room()
-        # After the release: a thread may wait for an answer about the room, which comes then at the latest.
+        # After the release, which ends the thread of SlurmStarter: that waits for further ends of ranks.
         for thread in threads:
             thread.join(THREADS_END_WITHIN)
 

@@ -73,7 +73,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)  # a pipe, but its lines are shown as they come
-    # Opened anew, at the beginning: the inherited descriptor shares the agent's offset, which is at the
+    # Opened again, at the beginning: the inherited descriptor shares the agent's offset, which is at the
     # end.
     with open(f"/proc/self/fd/{call}", "rb") as file:
         # Safe to unpickle: the launcher made it, on a pipe or in memory that no other user's process can reach.

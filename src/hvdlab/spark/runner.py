@@ -299,7 +299,7 @@ class SparkJob:
 
     def _wait_until_started(self) -> None:
         while not self._news.wait(_LOOKS):
-            # Completed tasks count, too: those of short ranks may end between two looks.
+            # Completed tasks count, too: those of short ranks may end between two rounds.
             running = sum(stage.numActiveTasks + stage.numCompletedTasks for stage in self._stages())
             if running >= self._size:
                 return

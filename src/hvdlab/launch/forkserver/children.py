@@ -169,7 +169,9 @@ class ChildTable:
         self._selector, self._program = selector, program
         #: Shows whether the kernel has killed a process for lack of memory since it was asked last.
         self._memory = OutOfMemoryCounter()
+        #: The supervised children by number.
         self._pipes: dict[int, ChildPipes] = {}
+        #: When the memory of adopted processes was read last.
         self._looked = time.monotonic()
 
     def add(self, pipes: ChildPipes) -> None:
@@ -497,7 +499,7 @@ def _set_up(role: Role, program: ForkedProgram) -> None:
     sys.path[:] = map(os.fsdecode, order.path)
     sys.argv[:] = [""]
     faulthandler.enable()
-    # The fork server does not collect, since its imports make nothing that ends; a rank's cells do.
+    # Disabled in the fork server, whose objects stay to its end; a rank's cells make garbage in cycles.
     gc.enable()
     if order.number == CONTROLLER:
         name_process("hvd-controller", "hvdlab: ipyparallel controller")

@@ -462,6 +462,7 @@ class Journal:
         #: SIGTERM and SIGKILL for living children. A successor sends them again: the dead one may have died
         #: before it did.
         self._ends: dict[int, Signal] = {}
+        #: The last orders of these kinds, which a successor gets again.
         self._guard: Guard | None = None
         self._keep: Keep | None = None
 

@@ -88,7 +88,9 @@ class ServerShell:
         #: Supervises the coordinator while no pool's process does.
         self._detached: DetachedSupervisor | None = None
         self._state = ForkServerState()
+        #: The fork server's own process: a forked child that fails must end, and compares with this.
         self._pid = os.getpid()
+        #: Whether the main thread still imports. It clears this itself; until then nothing is forked.
         self._importing = True
         self._program = program
         self._later = deque(program.later)
@@ -262,8 +264,8 @@ class ServerShell:
                 self._listener = PoolListener(path)
                 self._detached = DetachedSupervisor(Path(path).parent)
                 self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
-                # Only once the socket exists: until then, the pool's end is the end of this process as
-                # well.
+                # Only once the socket exists: during the imports, the kernel ends this process with the
+                # pool's until then.
                 raise_on_hangup(PULSE, False)
         except OSError as failure:
             error = failure.strerror or str(failure)

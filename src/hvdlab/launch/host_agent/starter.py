@@ -74,6 +74,7 @@ class ExecStarter:
         self._most: dict[str, int] = {}
         #: Links that the thread does not watch yet.
         self._new: list[AgentLink] = []
+        #: Whether :meth:`close` was called: no rank may be ordered any more, and the thread ends.
         self._closing = False
         #: Set while no rank is starting or running.
         self._idle = threading.Event()

@@ -71,12 +71,16 @@ class TorchAdapter:
             tensor.is_cpu
             and tensor.layout is torch.strided
             and tensor.is_contiguous()
+            # In memory, elements of a tensor with the negative bit have the opposite sign.
             and not tensor.is_neg()
         )
 
     def host_view(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         if tensor.dtype is torch.bfloat16:
+            # numpy has no bfloat16, and the core stores it as words of 16 bits.
             return tensor.detach().view(torch.int16).numpy().view(_BITS)
+        # ``force`` lets parameters pass, of which numpy() refuses to make an array. It never copies here,
+        # where the tensor is direct.
         return tensor.numpy(force=True)
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -107,6 +111,7 @@ class TorchAdapter:
         return output if like.is_cpu else output.to(like.device)
 
     def mark_written(self, tensor: torch.Tensor) -> None:
+        # An inference tensor has no version, and no backward pass can have saved it.
         if not tensor.is_inference():
             # The core writes behind autograd's back: with a new version, a backward pass that has saved the tensor raises
             # an error instead of computing with the overwritten values.
@@ -194,6 +199,7 @@ def plain_array(tensor: Any) -> npt.NDArray[Any] | None:
 
     Such a tensor is of no subclass, contiguous in host memory, and of an element type that numpy has.
     """
+    # No other subclass: a DTensor, for example, shows a shape whose elements its own memory does not have.
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return None
     if not tensor.is_cpu or tensor.dtype not in _OF_NUMPY or not ADAPTER.is_direct(tensor):

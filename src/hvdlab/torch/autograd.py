@@ -62,6 +62,8 @@ def _share(vector: torch.Tensor, common: torch.Tensor) -> torch.Tensor:
 
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    # As in the core, which accumulates Adasum's products in float64: the gradient is that of the value that
+    # it computes.
     return (a.double() * b.double()).sum()
 
 
@@ -113,6 +115,8 @@ class _TorchDifferentiation:
         else:
             stacked.requires_grad_()
         with torch.enable_grad():
+            # Through a view: to differentiate by ``stacked`` itself would run its hook here, which is for a
+            # second derivative alone.
             inputs = stacked.view_as(stacked)
             output = reduced(operation.reduction, inputs)
             (all_gradients,) = torch.autograd.grad(output, inputs, gradient, create_graph=again)

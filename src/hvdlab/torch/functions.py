@@ -182,10 +182,13 @@ def _contents(
 def _planned(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Return a copy of nested containers with a slot for each tensor in them; these are appended to ``tensors``."""
     if isinstance(value, torch.Tensor):
+        # Source and receivers walk through the containers in one order, so the n-th tensor is the same one on
+        # both sides.
         tensors.append(value)
         return _Slot(tuple(value.shape), value.dtype, value.is_cpu, hasattr(value, "device_mesh"))
     if isinstance(value, dict):
         return {key: _planned(item, tensors) for key, item in value.items()}
+    # Not of their subclasses: a named tuple's constructor takes fields, and not one iterable.
     if type(value) in (list, tuple):
         return type(value)(_planned(item, tensors) for item in value)
     return value
@@ -255,6 +258,8 @@ def _install(
     states: dict[int, Any],
 ) -> None:
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        # In place, since the plan leaves out the parameters: each rank's own ones stay, and schedulers refer
+        # to the dictionary.
         group.update(settings)
     for number, parameter in enumerate(parameters):
         if number in states:

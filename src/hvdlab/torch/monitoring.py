@@ -164,6 +164,7 @@ def gradient_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
         norms.append(torch.linalg.vector_norm(gradient, dtype=wide))
     if not norms:
         return None
+    # A model can be spread over several devices, and stack() takes tensors of one.
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     return total
 
@@ -242,6 +243,7 @@ class LateValues:
         if value.device.type != "cuda":
             self._record(name, float(value.item()), step, time_ns)
             return
+        # torch makes such a copy in page-locked memory, so that this thread does not wait for the GPU.
         copy = value.detach().to("cpu", non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(value.device))
@@ -296,6 +298,7 @@ class TorchDivergenceWatch(DivergenceWatch):
         versions = [parameter._version for _, parameter in self._ends()]
         if versions == self._versions:
             return
+        # The first call finds the model as it was made: no step has changed it yet.
         self.step += self._versions is not None
         self._versions = versions
         self._seen()
@@ -419,6 +422,8 @@ class TorchGenerator:
     @contextmanager
     def restored(self, model: Any) -> Iterator[None]:
         """Restore the random numbers of that time within this context; afterwards they continue as before."""
+        # Without GPUs, whose states were not kept: by default torch would save and restore those of all of
+        # them.
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.state)
             yield
@@ -547,6 +552,9 @@ def _input(path: str, tensor: torch.Tensor) -> Input:
         return Input(path, kind, TorchSample(torch.empty(0), None))
     if plain.dtype in _FLOATS and plain.numel():
         ends = torch.stack(torch.aminmax(plain))
+    # A part of a tensor that is not contiguous: reshape() would copy all of it for a few elements.
     some = plain if plain.is_contiguous() or not plain.dim() else plain[..., :4]
     flat = some.reshape(-1)
+    # A clone: a view would keep the whole batch in memory, and show values that the program has overwritten
+    # since.
     return Input(path, kind, TorchSample(flat[:: max(1, flat.numel() // SAMPLED)].clone(), ends))

@@ -215,6 +215,8 @@ def allreduce_(
     if average is None and prescale_factor == 1.0 == postscale_factor:
         array = plain_array(tensor)
         if array is not None:
+            # Before the core writes. If it declines, the call below marks the tensor once more, which does no
+            # harm.
             ADAPTER.mark_written(tensor)
             if _reduced(array, array, name, op, process_set):
                 return tensor

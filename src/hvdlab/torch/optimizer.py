@@ -102,6 +102,8 @@ def DistributedOptimizer(
         mixin, watcher = AdasumMixin, ChangeReducer(compression, process_set, passes)
     kind: type[DistributedMixin | AdasumMixin]
     kind = type(given.__name__, (mixin, given), {"_given": given})  # pyright: ignore[reportAssignmentType]
+    # Not by the class's constructor: only the user's program knows its arguments, and it would begin with an
+    # empty state.
     distributed = object.__new__(kind)
     # Not "step": a scheduler that was made for the given optimizer has put a wrapper of the old step into the instance.
     distributed.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
@@ -109,6 +111,8 @@ def DistributedOptimizer(
     distributed._parameter_names = parameter_names(optimizer.param_groups, names)
     distributed._included = bool(process_set.included())
     distributed._watch(groups if groups is not None else 0)
+    # After the attributes were copied: a given optimizer that counts its steps already passes its meter on,
+    # and no second hook is registered.
     meter_of(distributed)
     return distributed
 
@@ -173,6 +177,8 @@ class TorchGradients:
         return hooks.values()
 
     def at_end(self, callback: Callable[[], None]) -> None:
+        # torch refuses a callback outside of a backward pass. There the thread that waits for the gradients
+        # announces them.
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -183,8 +189,12 @@ class TorchGradients:
         gradient = parameter.grad
         if gradient is None:
             if parameter in self._sparse_dims and not self.sparse_as_dense:
+                # Ranks that have a gradient gather its entries under the name of a sparse one, which zeros of
+                # a dense tensor would never meet.
                 return nothing_of(parameter, self._sparse_dims[parameter])
             gradient = torch.zeros_like(parameter, requires_grad=False)
+            # A frozen parameter keeps none: with a gradient of zeros the optimizer's weight decay and
+            # momentum would still change it.
             if parameter.requires_grad:
                 parameter.grad = gradient
         elif gradient.requires_grad:
@@ -233,6 +243,7 @@ class TorchGradients:
             # A parameter that is frozen on this rank goes on without a gradient, as without hvdlab, unless another rank has one.
             if reduced.any():
                 parameter.grad = reduced
+        # Without compression the core has written into the gradient itself.
         elif parameter.grad is not reduced:
             parameter.grad.copy_(reduced)
 
@@ -255,6 +266,7 @@ def checked_names(
     """
     if named_parameters is None:
         return {}
+    # It is often a generator, such as model.named_parameters(), which can be read only once.
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
         raise InvalidRequestError(
@@ -316,6 +328,7 @@ class DistributedBase(torch.optim.Optimizer):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the optimizer without a step in progress: on the rank that gets it, it reduces gradients again."""
         plain = object.__new__(self._given)
+        # Those that torch's own pickles of optimizers have: hooks and the watcher belong to this process.
         plain.__dict__.update({name: vars(self)[name] for name in ("defaults", "state", "param_groups")})
         names = [(name, parameter) for parameter, name in self._parameter_names.items()]
         return received, (plain, names, self.backward_passes_per_step, self._settings, self._groups)
@@ -529,6 +542,8 @@ class DistributedMixin(DistributedBase):
             self._warn_of_a_step_without_backward()
             self.synchronize()
             return self._plain_step(None)
+        # A backward pass before the step has its own reduction. The pass that the closure makes would be one
+        # too many on top of it.
         if self._watcher.in_progress:
             self.synchronize()
         return self._plain_step(self._reducing(closure))
@@ -540,6 +555,8 @@ class DistributedMixin(DistributedBase):
         def reduced() -> Any:
             loss = closure()
             self.synchronize()
+            # The step itself uses these gradients. Left settled, they would make the next step() warn of a
+            # synchronize() that the user never called.
             self._watcher.settled = False
             return loss
 
@@ -552,8 +569,11 @@ class DistributedMixin(DistributedBase):
         A ``torch.amp.GradScaler`` reads them before ``step``, to divide the gradients and look for infinities in them. The
         gradients are reduced at that moment, so that all ranks find the same infinities, and skip a step together.
         """
+        # For the scaler alone: a scheduler or a logger that reads the groups during a step must not wait for
+        # other ranks.
         if sys._getframe(1).f_code is _UNSCALE and self._watcher.in_progress:
             self.synchronize()
+            # After synchronize(), which sets it back: step() is to skip its own reduction for this one only.
             self._before_scaling = True
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
         return groups
@@ -634,11 +654,14 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
         watched = [parameter for _, bucket in self._buckets for parameter in bucket]
         starts = {parameter: parameter.detach().clone() for parameter in watched}
         try:
+            # A closure runs backward passes within the step, which no_grad() around this method would forbid.
             with torch.enable_grad():
                 result = step()
             changes = {parameter: parameter.detach() - start for parameter, start in starts.items()}
             for parameter, change in self._reduced(changes):
                 parameter.copy_(starts[parameter] + change)
+        # Ctrl-C as well: otherwise some parameters would have the combined values, and others those of this
+        # rank's own step.
         except BaseException:
             for parameter, start in starts.items():
                 parameter.copy_(start)
@@ -661,6 +684,7 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
                 else BINDING.submit_group(operation, sent, name, in_place=True)
             )
             started.append((bucket, handle, [context for _, context in compressed]))
+        # Before the first value is yielded: if a bucket fails, no parameter has been overwritten yet.
         results = wait_for_all([handle for _, handle, _ in started])
         for (bucket, _, contexts), outputs in zip(started, results, strict=True):
             listed = outputs if isinstance(outputs, list) else [outputs]

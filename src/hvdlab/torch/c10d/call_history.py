@@ -116,6 +116,8 @@ def find_shift(own: CallHistoryMessage, other: CallHistoryMessage) -> Shift | No
     at = next(
         (i for i, pair in enumerate(zip(ours, theirs, strict=False)) if not pair[0].is_like(pair[1])), 0
     )
+    # Lines that differ from the first call on are those of a root and of other ranks, or differ since before
+    # that call.
     if not at:
         return None
     # Calls that one rank skipped can look like extra calls of the other, and the other way round: the explanation that makes more
@@ -258,6 +260,7 @@ class Histories:
         with self._changed:
             self._number += 1
             number = self._number
+            # Before the question is sent: an answer to a number that is not in here is dropped.
             self._answers[number] = answers
             try:
                 question = CallHistoryMessage(group, generation, asks=True, number=number)
@@ -325,6 +328,7 @@ def keep_errors() -> None:
     """
     graph: Any = torch.autograd.graph
     original = getattr(graph, "_engine_run_backward", None)
+    # By its globals, since functools.wraps gives the replacement the name and module of torch's function.
     if not isinstance(original, FunctionType) or original.__globals__ is globals():
         return
     # Callers look it up in either module.

@@ -184,6 +184,7 @@ class GlooInner:
         )
 
     def abort(self) -> None:
+        # First: connect(), which fails by one of the following, waits for this before it raises.
         self._aborted.set()
         self._store.close()
         # Gloo waits without the store for a rank that has published its address and does not connect; this process comes in its place.
@@ -194,6 +195,7 @@ class GlooInner:
                 _close_all(found)
                 return
             self._duplicates += found
+        # Outside the lock: a user's thread that closes the group must not wait for bytes that flow.
         _wait_idle(found)
         for end in found:
             with contextlib.suppress(OSError):  # the other end has reset it

@@ -114,6 +114,7 @@ class LaunchRing:
 
     def slots(self, generation: int, channel: str) -> list[LaunchSlot]:
         """Return the launches of one channel of an inner group, the oldest first. Any thread."""
+        # Read once, and before the slots: the launching thread goes on to count.
         count = self._count
         kept = [self._slots[i & (SLOTS - 1)] for i in range(max(0, count - SLOTS), count)]
         found = [slot for slot in kept if slot is not None and slot[:2] == (generation, channel)]

@@ -239,6 +239,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if not any(operator == one for one in (_Types.SUM, _Types.AVG)):
             raise UnsupportedError("all_reduce of sparse tensors only works with ReduceOp.SUM and AVG.")
         own = tensor.detach().cpu().coalesce()
+        # The coordinator compares neither indices nor values, whose numbers differ, so the ranks compare the
+        # shapes themselves.
         shape = torch.tensor([own.shape])
         parts = (own.indices().t().contiguous(), own.values().contiguous())
         gathered = torch.empty((self.size(), shape.numel()), dtype=shape.dtype)
@@ -317,6 +319,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"the output ({output.dtype}, {output.numel()} elements)."
             )
         if any(operator == number for number, _, _ in _BITWISE):
+            # A clone, since the allreduce writes all of it, and the user's input must not change.
             whole = given.detach().clone().contiguous()
             self._add_allreduce(submission, whole, operator)
             self._then_copy(submission, lambda: whole.reshape(size, -1)[self.rank()], output)
@@ -325,6 +328,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         request = Request(OpKind.REDUCESCATTER, dtype=ADAPTER.dtype(parts))
         _set_operator(request, operator, given)
         device = request.device = self._device(request, given, output)
+        # torch can't compute the extent -1 of a tensor without elements.
         source = plain_of(parts, device).reshape((size, -1) if given.numel() else (size, 0))
         if self._order:
             source = source[self._order]
@@ -522,6 +526,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         known = dtype in DTYPES
         width = 1 if known else tensors[0].element_size()
         flat = (
+            # Behind an empty tensor, since cat() refuses an empty list: ranks other than a scatter's root
+            # send nothing.
             torch.cat([torch.empty(0, dtype=dtype), *(resolved(t).reshape(-1) for t in inputs)])
             if known
             else (torch.cat([torch.empty(0, dtype=torch.uint8), *(plain_of(t) for t in inputs)]))
@@ -536,6 +542,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
         def copy(result: Result) -> None:
             received = tuple(count for count in result.received_splits or ())
+            # Without zeros: a rank has no output for members that send it nothing, as all ranks but the root
+            # of a gather.
             if tuple(filter(None, received)) != tuple(filter(None, expected)):
                 raise _unexpected(received, expected, width, self._engine.rank)
             scatter_into(outputs, landing[0] if known else landing[0].view(dtype), result)
@@ -653,6 +661,7 @@ def _set_operator(request: Request, operator: Any, tensor: torch.Tensor) -> None
         op = _OF_BOOL.get(op, op)
     check_supported(request.kind, request.dtype, op)
     scales = name == "PREMUL_SUM"
+    # torch shows the factor of a PREMUL_SUM in no attribute, only in the state that it pickles.
     request.reduction = Reduction(op, float(operator.__getstate__()[1])) if scales else PLAIN[op]
 
 

@@ -83,8 +83,10 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
     space = _met(engine, timeout)
     ranks = engine.ranks()
     world.store = HvdlabStore(world.link, space, ranks, timeout)
+    # The other ranks need not wait for this: the keeper accepts requests for a space that is not open yet.
     if engine.rank == ranks[0]:
         world.store.open()
+    # torch refuses it beside a store.
     given.pop("init_method", None)
     original(**{**given, "store": world.store, "rank": ranks.index(engine.rank), "world_size": len(ranks)})
 
@@ -129,6 +131,7 @@ def _stays() -> bool:
 
 def _met(engine: Engine, timeout: timedelta) -> str:
     """Wait for all ranks; returns the name of the store's space for this default group, which the first rank draws at random."""
+    # A copy, since the broadcast writes to it, and memory of ``bytes`` is read-only.
     space = np.frombuffer(os.urandom(_SPACE_BYTES), np.uint8).copy()
     request = Request(
         OpKind.BROADCAST,
@@ -136,6 +139,7 @@ def _met(engine: Engine, timeout: timedelta) -> str:
         input=space,
         output=space,
         dtype=DType.U8,
+        # The lowest rank that lives: rank 0 may be gone.
         root=engine.ranks()[0],
         site=call_site(3),
     )
@@ -147,6 +151,8 @@ def _met(engine: Engine, timeout: timedelta) -> str:
         except TimeoutError:
             text = f"rank {engine.rank} gave up after {seconds:g} s, the timeout of the process group"
             engine.withdraw(text, 0, CauseKind.TIMEOUT)
+            # Without a limit: the withdrawal ends it on all ranks, and its error names those that have not
+            # come.
             handle.wait()
     except HvdlabError as error:
         raise renamed(error, "init_process_group") from None

@@ -121,6 +121,8 @@ def agree(
             "agree() is called by the ranks of its group, to which this one does not belong."
         )
     model.zero_grad(set_to_none=True)
+    # Before the fingerprints: parameters that fully_shard has gathered are not the shards that the ranks
+    # compare.
     _begin_anew(model)
     accounts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(accounts, _account(model, optimizer, buffers), group)
@@ -273,6 +275,7 @@ class _Transfer:
     def __init__(self, agreement: Agreement, group: dist.ProcessGroup | None) -> None:
         self._group, rank = group, dist.get_rank(group)
         size, sources = dist.get_world_size(group), agreement.sources
+        # A source gets no values itself. So if all ranks but one get some, they get them from that one.
         several = len(sources) == size - 1 > 1
         #: The rank whose values all others get, as a rank of the world; ``None`` if only some ranks get values.
         self._root = self._global(next(iter(sources.values()))) if several else None

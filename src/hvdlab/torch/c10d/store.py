@@ -286,6 +286,7 @@ class StoreLink:
     def _ask_again(self) -> None:
         """Send all requests without an answer again: those on their way when the coordinator died may be lost. Control thread."""
         with self._changed:
+            # A copy: users' threads, whose waits end meanwhile, remove their requests.
             asked = list(self._asked.values())
         for keeper, request in asked:
             self._engine.post(_ASK, msgspec.msgpack.encode(request), [keeper])
@@ -335,6 +336,7 @@ class HvdlabStore(_Store):  # type: ignore[misc]
 
     def close(self) -> None:
         """End all waits for values, also those of copies and of C++, with ``AbortedError``; so does each later one. Any thread."""
+        # Before the threads wake: one that wakes first would wait on.
         self._closed.set()
         self._link.wake()
 
@@ -409,6 +411,8 @@ class HvdlabStore(_Store):  # type: ignore[misc]
         self._ask("set", *keys, values=tuple(_bytes(value) for value in values))
 
     def has_extended_api(self) -> bool:
+        # Gloo asks for this before it fetches the addresses of all ranks by one multi_get, in place of a
+        # request for each.
         return True
 
     def clone(self) -> HvdlabStore:

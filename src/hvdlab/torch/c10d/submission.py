@@ -152,6 +152,7 @@ class Calls:
         """Return whether the processes that made the group are still its ranks: ``False`` once one was lost, or replaced."""
         generation, processes = self._present()
         if processes == self._processes:
+            # So that the check before each operation compares two numbers, until the world's next generation.
             self._generation = generation
             return True
         return False

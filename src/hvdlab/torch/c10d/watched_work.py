@@ -171,6 +171,8 @@ class WatchedWork(dist.Work):
     def failed(self, error: Exception) -> None:
         """Record that torch's backend has failed it. The work ends with the inner group, whose end has the reason."""
         self.failure = str(error).partition("\n")[0] or type(error).__name__
+        # Stored before the look at the generation, whose end is set before it looks for failures: one of the
+        # two threads ends the work.
         if self.generation.ended is not None:
             self._end()
         else:
@@ -291,6 +293,8 @@ class WatchedWork(dist.Work):
             self._root = torch.futures.Future()
             # A callback has to raise the error: C++ takes the exception of Future.set_exception for a value, on which DDP crashes.
             self._future = self._root.then(self._value_or_raise)
+        # Before the question about an interrupt: either the control thread finds the future, or this thread
+        # finds the interrupt.
         self.has_future = True
         if self._over.is_set():
             self._end_future()

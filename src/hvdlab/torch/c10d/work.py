@@ -138,6 +138,8 @@ class HvdlabWork(dist.Work):
                 try:
                     results.append(handle.wait() if limit is None else handle.wait_or_withdraw(limit))
                 except HvdlabError as error:
+                    # The other requests are waited for all the same: no tensor may be written to once the
+                    # user has the error.
                     if self._error is None:
                         why = "" if self.explain is None else self.explain(error)
                         self._error = renamed(error, self.operation, why, self.about)
@@ -153,6 +155,7 @@ class HvdlabWork(dist.Work):
                         except HvdlabError as error:
                             self._error = error
                 self._over = True
+                # It refers to memory as large as the outputs, which a work that the user keeps would keep alive.
                 self._deliver = None
             event, self._event = self._event, None
             if event is not None:

@@ -178,6 +178,8 @@ class C10dWorld:
         """
         if not is_local(name):
             return f"c10d.{name}"
+        # Members make their groups in one order, so this count is equal on all of them; torch's hash need not
+        # be.
         self._made_alone[members] += 1
         return f"c10d.{','.join(map(str, members))}.{self._made_alone[members]}"
 
@@ -187,6 +189,8 @@ class C10dWorld:
             if added is None or (added.handle.done() and not self._is_there(ranks, added)):
                 name = f"process_set.add.{','.join(map(str, ranks))}"
                 request = Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks, site="dist.new_group")
+                # Read before the request: a successor that came in between would otherwise count as the
+                # process that the set has.
                 generation, processes = self._processes(ranks)
                 added = self._sets[ranks] = _AddedSet(self.engine.submit(request), processes, generation)
             return added.handle
@@ -222,6 +226,8 @@ class C10dWorld:
     def _on_ask(self, sender: int, body: bytes) -> None:
         """Request a set that another rank needs, and then answer. Control thread."""
         self._register(_decoded(body))
+        # Announced before the answer, upon which the asking rank requests the set: the coordinator must not find
+        # this rank missing.
         self.engine.flush()
         self.engine.post(_ANSWER, body, [sender])
 
@@ -368,6 +374,8 @@ def _start(
             )
             board.publish(card.encode(given))
         except HvdlabError as error:
+            # The other ranks wait in the store for this key: they end with the reason now, and not at the
+            # store's timeout.
             store.set(key, CoordinatorInfo(size, error=str(error)).encode(given))
             raise
         # After the card: a rank that gets the file's name from the store reads the file at once.

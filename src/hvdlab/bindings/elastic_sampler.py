@@ -177,6 +177,8 @@ class ElasticSampler:
         """Return the indices in the order of this epoch: their own order without shuffling."""
         order = list(indices)
         if self.shuffle:
+            # By a generator of its own: all ranks have to come to one order, whatever they have drawn from
+            # the process's generator.
             random.Random(self.seed + self.epoch).shuffle(order)
         return order
 

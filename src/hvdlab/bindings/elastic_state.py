@@ -176,9 +176,12 @@ class LoadableStateHandler(StateHandler[Any]):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        # A copy: the object would go on to change the saved state, and a second failure would restore that.
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
+        # A copy, since broadcast_object() returns the root its very argument, which would share objects with
+        # the state that it is loaded into.
         self.value.load_state_dict(broadcast_object(copy.deepcopy(self.value.state_dict()), self.root_rank))
         self.save()
 

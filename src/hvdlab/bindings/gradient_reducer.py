@@ -139,6 +139,8 @@ class BackwardPassCounter(ABC, Generic[P]):
         for parameter in parameters:
             previous = self._watcher_of(parameter)
             if previous is not None and previous is not self:
+                # First: the former watcher waits for its allreduces in flight, which write to the gradients
+                # that this one is about to reduce.
                 previous.retire()
             self._left[parameter] = self.passes
             self._hooks.append(self._registry.register(parameter, GradientHook(self)))
@@ -184,6 +186,8 @@ class BackwardPassCounter(ABC, Generic[P]):
         Raises:
             AssertionError: Backward passes have done so more often than ``passes`` since the last step.
         """
+        # Before this pass counts: on top of the half step that a failed cell has left, it would be one too
+        # many.
         self._drop_what_was_given_up()
         if not self._touched:
             self._touched, self._failed_cells = True, context.engine().failed_cells
@@ -537,10 +541,14 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         self.check()
         if self._unfinished:
             self.drop()
+        # Before anything starts: an interrupt from here on leaves buckets in flight, for which the next
+        # backward pass has to wait.
         self._unfinished = True
         self._start_all(self._buckets)
         try:
             self._collect()
+        # Not Ctrl-C, after which buckets are still in flight: with ``_unfinished`` set, the next backward
+        # pass drops them.
         except FAILURES:
             self.reset()
             raise
@@ -577,6 +585,8 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
 
     def _start_held(self) -> None:
         """Start the allreduces that are due. If one is refused, :meth:`synchronize` starts those behind it."""
+        # Emptied before: a bucket that is refused would otherwise be tried again, and refused again, in each
+        # turn.
         held, self._held = self._held, []
         self._start_all(held)
 

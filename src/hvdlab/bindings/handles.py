@@ -177,6 +177,8 @@ class Handle:
         if not self._settled:
             self._settle(timeout)
         if self._failure is not None:
+            # The same object is raised each time: with its last traceback it would keep the frames of that
+            # call alive.
             raise self._failure.with_traceback(None)
         return self._result
 
@@ -215,11 +217,14 @@ class Handle:
                 raises is logged, and has no effect on the collective or on other callbacks.
         """
         with self._lock:
+            # A settled handle has no parts: its completion counts none, and add() calls at once.
             parts: Sequence[Part[Any]] = ()
             if self._completion is None:
                 parts = self._parts
                 self._completion = _Completion(self, len(parts))
             completion = self._completion
+        # Before the hooks: the last part can end while they are added, and the thread of its end calls those
+        # callbacks that it finds.
         completion.add(callback, self)
         for part in parts:
             if not part.add_hook(completion):
@@ -236,6 +241,8 @@ class Handle:
                 failure = failure or error
             else:
                 with self._lock:
+                    # As soon as it is there: the copy to the user's tensor is made while other tensors are
+                    # still on their way.
                     part.delivered()
         with self._lock:
             if self._settled:  # by another thread
@@ -243,6 +250,8 @@ class Handle:
             if failure is None:
                 self.tables = [part.result.tables for part in parts]
                 self._result = self._finish([part.delivered() for part in parts], parts)
+            # In this order: wait() looks at ``_settled`` without the lock, and then reads the failure and the
+            # result.
             self._failure, self._settled = failure, True
             self._parts = ()  # let go of the tensors
 

@@ -103,6 +103,7 @@ def _view_mxnet(array: Any) -> Array:
     if not _on_cpu(array):
         host: Array = array.asnumpy()
         return host
+    # The view is read past MXNet, whose threads have perhaps not computed the array yet.
     array.wait_to_read()
     return mxnet_memory(array)
 
@@ -113,6 +114,7 @@ def _write_mxnet(target: Any, array: Array) -> None:
     if not _on_cpu(target):
         target[:] = sys.modules["mxnet"].nd.array(array, dtype=array.dtype)
         return
+    # Operations in flight on MXNet's threads would otherwise read the new values, or overwrite them.
     wait_to_write_mxnet(target)
     write(mxnet_memory(target), array)
 

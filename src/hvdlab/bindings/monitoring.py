@@ -168,6 +168,7 @@ class DivergenceWatch(ABC):
         whole = fingerprint(*(part for name, digest in digests.items() for part in (name.encode(), digest)))
         alike = self._is_equal_on_all_ranks(whole)
         self.checks += 1
+        # Only where the models differ: samples are on the model's device, and to read them waits for it.
         samples = (
             [] if alike else [(step, fingerprint(*map(self._digest, rows))) for step, rows in self._samples]
         )
@@ -178,6 +179,7 @@ class DivergenceWatch(ABC):
     def close(self) -> None:
         """End the comparisons. Idempotent."""
         self._samples.clear()
+        # A later watch of the model stays, also if this one is closed once more.
         if vars(self._model).get(DIVERGENCE_WATCH) is self:
             object.__delattr__(self._model, DIVERGENCE_WATCH)
 
@@ -344,6 +346,7 @@ class StepMeter:
         engine = context.engine()
         where = (id(engine), engine.cells_begun)
         if self._before is not None and self._before[1] == where:
+            # At least a nanosecond: the clock has perhaps not moved, and the rate below divides by this.
             seconds = max(now - self._before[0], 1) / 1e9 / steps
             engine.metric(STEP_TIME, seconds, self.count, now)
             if self._batch_size is not None:

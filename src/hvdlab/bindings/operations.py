@@ -142,6 +142,7 @@ class Binding(Generic[T]):
         check_supported(kind, dtype, operation.reduction.op)
         memory: HostMemory[T] | DeviceMemory[T] = self._host
         direct, device = memory.is_direct(tensor), HOST
+        # Only then: a tensor of the host, which is direct in most programs, need not be asked for its device.
         if not direct and self._devices is not None:
             device = self._device(self._devices, operation, tensor, dtype)
             if device != HOST:
@@ -158,6 +159,7 @@ class Binding(Generic[T]):
         if kind in _SHAPED_BY_RANKS:
             request.input = memory.view(source)
             request.allocate = output = OutputAllocator(memory, source)
+        # A staged copy is this collective's own, so that the result can overwrite it.
         elif in_place or not direct:
             request.input = request.output = memory.view(source)
             output = source
@@ -177,6 +179,7 @@ class Binding(Generic[T]):
     def _device(self, devices: DeviceMemory[T], operation: Operation, tensor: T, dtype: DType) -> str:
         """Return the device class on which a collective of this tensor works: its own if a plane can do it, otherwise the host's."""
         device = devices.device(tensor)
+        # Adasum is numpy's arithmetic on the host's memory, and so are the wide reductions below.
         if device == HOST or operation.reduction.op is ReduceOp.ADASUM:
             return HOST
         engine = context.engine(_LABELS[operation.kind])

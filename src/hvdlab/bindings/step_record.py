@@ -36,6 +36,7 @@ DEEPEST = 4
 LONGEST_PATH = 120
 """Characters that are shown of an input's path, which is made of keys of the batch."""
 
+# Weakly, so that a record ends with the model whose hooks refer to it.
 _records: weakref.WeakSet[StepRecord] = weakref.WeakSet()
 
 
@@ -228,6 +229,8 @@ class StepRecord:
 
     def _all(self) -> list[Step]:
         with self._lock:
+            # A copy: to put steps into words waits for a GPU, and the training must not wait for this lock
+            # meanwhile.
             return list(self.steps)
 
     def lines(self) -> list[str]:

@@ -152,12 +152,15 @@ def _statistics(x: torch.Tensor, process_set: int) -> tuple[torch.Tensor, torch.
     channels = x.shape[1]
     count = x.numel() // channels if channels else 0
     mine = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=x.device)
+    # A rank with an empty batch takes part with a count of 0. The mean of nothing is NaN, which times 0 would
+    # still be NaN on all ranks.
     if count:
         variance, mean = torch.var_mean(x, _all_but_channels(x), correction=0)
         mine[0], mine[1 : 1 + channels], mine[1 + channels :] = count, mean, variance
     everyones = collective(Operation(OpKind.ALLGATHER, process_set=process_set), mine[None], None)
     counts, means, variances = torch.split(everyones, [1, channels, channels], 1)
     total = counts.sum()
+    # After the collective, so that all ranks raise it, and none waits for one that has.
     if total <= 1:
         raise ValueError(
             "SyncBatchNorm needs more than one value per channel, on all ranks together, when it trains."

@@ -267,6 +267,7 @@ def hooks_of(name: str) -> FrameworkHooks:
 def loaded() -> Iterator[FrameworkHooks]:
     """Yield the hooks of the frameworks that this process has imported. Cheap; any thread."""
     for name in names():
+        # ``sys.modules`` also has ``None`` for a module whose import is to fail.
         if sys.modules.get(name) is not None:
             yield hooks_of(name)
 

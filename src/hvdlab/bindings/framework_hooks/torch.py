@@ -120,6 +120,7 @@ class TorchHooks(FrameworkHooks):
             return None
 
     def gradient(self, value: Any) -> Any:
+        # torch warns when the gradient of a tensor is read that is no leaf.
         return value.grad if getattr(value, "is_leaf", False) else None
 
     def nbytes(self, value: Any) -> int:
@@ -148,6 +149,7 @@ class TorchHooks(FrameworkHooks):
     def random_states(self) -> dict[str, Any]:
         torch: Any = sys.modules["torch"]
         found = {"torch": torch.get_rng_state()}
+        # Not before the program uses a GPU: to ask for the state would make a context there.
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["torch.cuda"] = torch.cuda.get_rng_state()
         return found
@@ -370,6 +372,7 @@ def _of_storage(storage: Any) -> ArraySource | None:
 
 def _module(value: Any) -> Iterable[Part]:
     """Yield parameters and buffers under the names that ``state_dict`` has, then the other modules, then all other attributes."""
+    # Past the attribute access of the class, which can be code of the user's.
     inside = object.__getattribute__(value, "__dict__")
     found: list[Part] = []
     for group in ("_parameters", "_buffers", "_modules"):

@@ -101,6 +101,7 @@ class _Variables:
 
     def write(self, values: Sequence[Any]) -> None:
         variables = [plain_variable(each) for each in self.get()]
+        # Values that were saved before the optimizer's first step are fewer than its variables.
         for variable, value in zip(variables, values, strict=False):
             if self.session is not None:
                 variable.load(value, self.session)

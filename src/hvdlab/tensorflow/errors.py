@@ -100,6 +100,7 @@ def as_tensorflow(error: HvdlabError) -> HvdlabError:
         return error
     theirs = _tensorflow_class(error)
     both = _class_of_both(type(error), theirs)
+    # Without the constructor, whose arguments are those of TensorFlow's errors.
     made = both.__new__(both, *error.args)
     made.args = error.args
     made.__dict__.update(error.__dict__)
@@ -167,6 +168,7 @@ def install() -> None:
         return
     core._status_to_exception = _translating(core._status_to_exception)
     wrapped = _passing_on(execute.quick_execute)
+    # With TensorFlow's op callbacks it is another function, which calls quick_execute() itself.
     if execute.execute is execute.quick_execute:
         execute.execute = wrapped
     execute.quick_execute = wrapped

@@ -149,6 +149,8 @@ class LocalGradientAggregationHelper:
         reduced = self._reduced(sums, [variables[i] for i in present])
         if self.average_aggregated_gradients:
             reduced = [each / tf.cast(self.backward_passes_per_step, each.dtype) for each in reduced]
+        # Cleared after the reduction alone: if it fails, the counter and the sums stay, by which the next
+        # pass gives the step up.
         with tf.control_dependencies(reduced):
             cleared = [
                 self.locally_aggregated_grads[i].assign(tf.zeros_like(total))

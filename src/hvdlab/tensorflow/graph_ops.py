@@ -65,6 +65,7 @@ class _TensorFlowDifferentiation:
     """Differentiation by TensorFlow; see :class:`hvdlab.bindings.gradients.Differentiation`."""
 
     def record(self, forward: ForwardPass, tensors: Sequence[Any]) -> Sequence[Any]:
+        # The operations inside must not be recorded as well: ``backward`` stands for all of them.
         with _record.stop_recording():
             outputs = _eager.forward(forward, tensors)
         kept = () if forward.linear else tensors
@@ -73,6 +74,7 @@ class _TensorFlowDifferentiation:
         def backward(*gradients: Any) -> Sequence[Any]:
             return _anywhere.backward(forward, kept, gradients)
 
+        # Without the received splits of an alltoall, which have no gradient.
         _record.record_operation("HvdlabCollective", list(outputs[:count]), list(tensors), backward)
         return outputs
 
@@ -431,6 +433,7 @@ def grouped_numpy_function(
     @tf.custom_gradient  # type: ignore[untyped-decorator,unused-ignore]
     def recorded(*inputs: Any) -> Any:
         given = [*inputs] if splits is None else [*inputs, splits]
+        # Stateful: TensorFlow would otherwise merge equal calls, and fold those of constants.
         outputs = list(tf.numpy_function(run, given, types, stateful=True))
         found = Outputs(
             outputs[:count],

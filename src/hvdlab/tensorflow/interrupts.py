@@ -70,6 +70,7 @@ class _Watch:
         with self._lock:
             if self._looking is None:
                 looking = threading.Thread(target=self._look, name="hvdlab-tensorflow-waiting", daemon=True)
+                # Stored once it has started: later kernels must not count on a thread that could not be made.
                 looking.start()
                 self._looking = looking
             self._expected += 1
@@ -77,6 +78,7 @@ class _Watch:
     def started(self, handle: Handle, process_set: int) -> None:
         """Record that a kernel waits for this handle."""
         with self._lock:
+            # Under one lock with the counts: in between, the thread that looks would find neither, and end.
             self._pending[handle] = process_set
             self._expected -= 1
             self._count += 1
@@ -108,6 +110,7 @@ class _Watch:
             with self._lock:
                 now = next(iter(self._pending), None)
                 over = now is None and count == self._count and not self._expected
+                # Under the lock: expect() finds the thread either going on, or gone.
                 if over:
                     self._looking = None
             computed = time.process_time() - cpu > _NOTHING
@@ -130,7 +133,9 @@ class _Watch:
         if self._thread is not None or threading.current_thread() is not threading.main_thread():
             return
         reader, writer = os.pipe()
+        # Python refuses a blocking descriptor for its signals.
         os.set_blocking(writer, False)
+        # No warnings of a full pipe, whose reader is awake.
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(
             target=self._watch, args=(reader, before), name="hvdlab-tensorflow-interrupts", daemon=True
@@ -139,6 +144,8 @@ class _Watch:
 
     def _watch(self, reader: int, before: int) -> None:
         while numbers := os.read(reader, 64):
+            # There is one descriptor for the process: its former owner, such as an event loop, still gets the
+            # numbers.
             if before != -1:
                 with contextlib.suppress(OSError):  # closed; or full, so its reader is awake
                     os.write(before, numbers)
@@ -156,6 +163,8 @@ class _Watch:
     def after_fork(self) -> None:
         """Start afresh in a forked child: the threads and the pipe are the parent's."""
         if self._thread is not None:
+            # The pipe is the parent's as well: a signal of the child would make the parent's thread withdraw
+            # the parent's collectives.
             signal.set_wakeup_fd(-1)
         self.__init__()  # type: ignore[misc]
 

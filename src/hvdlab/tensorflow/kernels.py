@@ -414,6 +414,8 @@ def _run(execution: Execution, call: Call) -> None:
     count = len(tensors)
 
     def finished(handle: Handle) -> None:
+        # Before the execution ends, in which TensorFlow may run the next kernels: these ask whether any other
+        # waits.
         interrupts.ended(handle)
         try:
             outputs = handle.wait()

@@ -102,6 +102,7 @@ class MetricAverageCallback(Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if not logs:
             return
+        # In one order on all ranks: the name and the order of the group depend on it.
         names = sorted(name for name, value in logs.items() if _is_number(value))
         with tf.device(self.device or None):
             averages = grouped_allreduce(

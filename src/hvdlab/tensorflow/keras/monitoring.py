@@ -500,6 +500,8 @@ class KerasRecord(StepRecord):
                 begun = graph.get_operations()[before:]
             self._in_step = True
             try:
+                # The step's own operations come after those that begin its record: otherwise the loss could
+                # go to the record of the step before.
                 with tf.control_dependencies(begun), self._observed(model.optimizer):
                     return _as_rewritten(original)(data)
             finally:

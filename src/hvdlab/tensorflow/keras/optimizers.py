@@ -134,6 +134,7 @@ class Distributed(DistributedGradients):
         pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
         plain: Any = super()
         computed = self.hvdlab_computed
+        # Before they are applied: if that fails, the next gradients have to be reduced all the same.
         self._hvdlab_set(computed=False)
         if computed:
             with self._hvdlab_with_reduced():

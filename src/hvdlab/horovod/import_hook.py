@@ -224,12 +224,14 @@ def stand_in() -> None:
     real = None if chosen is Mode.ALWAYS else installed()
     if real is not None:
         assert real.loader is not None
+        # Before its code runs, as Python itself does: the package imports modules of its own.
         module = sys.modules[ROOT] = importlib.util.module_from_spec(real)
         real.loader.exec_module(module)
     elif chosen is Mode.OFF:
         raise ModuleNotFoundError(f"No module named 'horovod' ({VARIABLE} is 0)", name=ROOT)
     else:
         _activate()
+        # The import that has begun returns the module that is here once the shim's code has run.
         sys.modules[ROOT] = importlib.import_module(OWN)
         _announce()
 
@@ -240,6 +242,7 @@ def installed() -> ModuleSpec | None:
     for finder in sys.meta_path:
         if isinstance(finder, HorovodFinder):
             continue
+        # Without a path this finder would look into ``sys.path``, where the shim is.
         by_path = isinstance(finder, type) and issubclass(finder, PathFinder)
         spec = finder.find_spec(ROOT, path if by_path else None)
         # A directory that happens to be called horovod has no origin.

@@ -114,6 +114,8 @@ class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # t
             self._multi_precision = own.multi_precision
             optimizer = mxnets_updater = mx.optimizer.get_updater(own)
         super().set_optimizer(optimizer)
+        # Once the store has accepted it: after an error, the states that are saved are still those of the
+        # former one.
         self._mxnets_updater = mxnets_updater
 
 

@@ -241,6 +241,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # MXNet has n
                 "DistributedTrainer averages gradients itself: the optimizer inside DistributedOptimizer is used.",
                 stacklevel=2,
             )
+            # Undoes the factor of the DistributedOptimizer's constructor: the trainer multiplies by its own.
             optimizer.rescale_grad /= optimizer._sums.scale
             optimizer = optimizer._optimizer
         if isinstance(params, list | tuple):

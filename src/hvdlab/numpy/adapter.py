@@ -80,6 +80,8 @@ class DeviceArray:
         """Return a new array of its package, type and GPU."""
         device: Any = getattr(self.owner, "device", None)
         current: Any = device if hasattr(device, "__enter__") else contextlib.nullcontext()
+        # CuPy makes arrays on the calling thread's current device. The executor thread calls this, too, and
+        # has one of its own.
         with current:
             made = device_array(self.namespace().empty(shape, dtype=self.owner.dtype))
         assert made is not None, f"{_name(self.owner)}'s package made an array that is on no GPU"
@@ -198,6 +200,7 @@ def _described(capsule: object) -> dict[str, Any]:
     itemsize = tensor.bits // 8
     strides = tuple(itemsize * tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else None
     return {
+        # ctypes has ``None`` for a null pointer, as an array without elements has it.
         "data": ((tensor.data or 0) + tensor.byte_offset, False),
         "shape": tuple(tensor.shape[i] for i in range(tensor.ndim)),
         "typestr": f"{_KINDS[tensor.code]}{itemsize}",
@@ -330,6 +333,7 @@ def as_array(value: Any) -> AnyArray:
             ) from error
     anything: Any = value
     try:
+        # As a buffer first: numpy would make a string of ``bytes``.
         return np.asarray(memoryview(anything))
     except TypeError:
         return np.asarray(anything)

@@ -155,6 +155,7 @@ class HostManager:
         Returns:
             The change: a :class:`~hvdlab.collectives.elastic.HostUpdateResult`, or several of them.
         """
+        # Outside the lock: a discovery script can run for long, and a host that fails is put aside meanwhile.
         found = dict(self._discovery.find_available_hosts_and_slots())
         with self._lock:
             before = self._current_hosts

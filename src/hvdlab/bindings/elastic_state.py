@@ -306,5 +306,6 @@ class HandledState(ObjectState):
             handler = self._registry.handler_for(value)  # such as the model that is made after the state
             if handler is not None:
                 handlers[name] = handler
+                # ObjectState would otherwise go on to copy and broadcast it as a value, beside its handler.
                 del self._saved_state[name]
         super().__setattr__(name, value)

@@ -41,6 +41,7 @@ MOST_THREADS = 8
 
 def fingerprint(*parts: Any) -> bytes:
     """Return the fingerprint of bytes-like objects, one after the other."""
+    # A Python in FIPS mode refuses SHA-1 for security alone.
     made = hashlib.sha1(usedforsecurity=False)
     for part in parts:
         made.update(part)
@@ -74,6 +75,8 @@ def differing(ours: bytes, theirs: bytes) -> list[int]:
 
 def threads_for(processes: int) -> int:
     """Return how many threads each of some processes on this host gets to make fingerprints at the same time."""
+    # By the cores that this process may use, which Slurm or a container has limited; cpu_count() has those of
+    # the machine.
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, processes)))
 
 

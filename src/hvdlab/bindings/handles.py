@@ -151,6 +151,7 @@ class Handle:
         self._result: Any = None
         self.tables: list[tuple[tuple[int, ...], ...]] = []
         self._failure: CollectiveError | DuplicateNameError | None = None
+        #: Whether result or failure are there. Set last, since :meth:`wait` reads it without the lock.
         self._settled = False
         #: Held while outputs are delivered and while the handle is settled, never during a wait. Two threads may wait, one
         #: of them in a callback; delivering a second time would overwrite an output that the user may be changing already.
@@ -217,7 +218,7 @@ class Handle:
                 raises is logged, and has no effect on the collective or on other callbacks.
         """
         with self._lock:
-            # A settled handle has no parts: its completion counts none, and add() calls at once.
+            # A handle that has ended has no parts: its completion counts none, and add() calls at once.
             parts: Sequence[Part[Any]] = ()
             if self._completion is None:
                 parts = self._parts
@@ -271,6 +272,8 @@ class _Completion:
         self._left = parts
         #: The callbacks to call when the last part ends.
         self._callbacks: list[Callable[[Handle], object]] = []
+        #: Guards the number and the callbacks: parts end on the engine's threads while a user's thread adds
+        #: callbacks.
         self._lock = threading.Lock()
 
     def add(self, callback: Callable[[Handle], object], handle: Handle) -> None:

@@ -117,6 +117,7 @@ class DivergenceError(HvdlabError):
         self, step: int, since: int | None, groups: Sequence[tuple[int, ...]], tensors: Sequence[str]
     ) -> None:
         self.step, self.since, self.groups, self.tensors = step, since, tuple(groups), tuple(tensors)
+        # With the constructor's own arguments, by which pickle makes the error again in the notebook.
         super().__init__(step, since, self.groups, self.tensors)
 
     def _text(self) -> str:
@@ -319,6 +320,8 @@ class StepMeter:
         self.count = 0
         self._now_ns = now_ns
         self._batch_size: float | None = None
+        #: When the last step ended, with the world and the cell in which it did; ``None`` if the next one is
+        #: not to be measured.
         self._before: tuple[int, object] | None = None
 
     @property

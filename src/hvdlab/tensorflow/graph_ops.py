@@ -283,6 +283,7 @@ def _emitted(
     _refuse_scalars(kind, *tensors)
     refuse_compilation(JIT)
     base = name or _made_name(kind, tensors[0], grouped)
+    # Two operations of one name could be in flight at once. Ranks that trace alike count equal names alike.
     unique = tf.compat.v1.get_default_graph().unique_name(
         _NOT_IN_A_NAME.sub("_", base).strip("/") or "tensor"
     )

@@ -45,6 +45,7 @@ class _Watch:
     """The collectives that kernels have started, and the two threads that report and withdraw them."""
 
     def __init__(self) -> None:
+        #: Guards the following: kernels start and end on TensorFlow's and the engine's threads.
         self._lock = threading.Lock()
         #: Process set of each handle that has not ended, the oldest first.
         self._pending: dict[Handle, int] = {}

@@ -327,6 +327,7 @@ class Execution:
         self._status = api.new_status()
         #: The inputs and outputs whose memory the core may use; :meth:`end` releases them.
         self._tensors: list[int] = []
+        #: Guards the status and the tensors in :meth:`allocate`.
         self._lock = threading.Lock()
 
     def inputs(self) -> list[KernelTensor]:

@@ -105,6 +105,8 @@ class _DistributedAdasumOptimizer(_Wrapping):
         self._compression = compression
         self._process_set = process_set
         self._passes = backward_passes_per_step
+        #: The variables' values at the beginning of a step, and the number of its passes, in variables of
+        #: TensorFlow.
         self._starts: list[Any] = []
         self._counter: Any = None
 
@@ -141,6 +143,8 @@ class _DistributedAdasumOptimizer(_Wrapping):
             start.assign(tf.where(first, variable, start))
             for start, variable in zip(self._starts, variables, strict=True)
         ]
+        # The values from before must be read first: in a graph nothing else orders this before the step that
+        # changes them.
         with tf.control_dependencies(
             [each.op if hasattr(each, "op") else each for each in _graph_only(kept)]
         ):

@@ -51,6 +51,7 @@ class SyncBatchNormalization(_Base):  # type: ignore[misc,unused-ignore]
         if mask is not None:
             weights = tf.broadcast_to(tf.cast(mask, wide.dtype)[..., None], tf.shape(wide))
         count = tf.reduce_sum(weights, axes, keepdims=True)
+        # A mask can leave a rank without elements: its NaN, though of weight 0, would spread to all ranks.
         mean = tf.math.divide_no_nan(tf.reduce_sum(wide * weights, axes, keepdims=True), count)
         squares = tf.reduce_sum(weights * tf.math.squared_difference(wide, mean), axes, keepdims=True)
         kept = tf.shape(mean)

@@ -28,6 +28,7 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def outer(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Before that module is imported, torch compiles nothing that could trace this call.
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         return guarded(*args, **kwargs)

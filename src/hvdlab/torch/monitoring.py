@@ -285,6 +285,7 @@ class TorchDivergenceWatch(DivergenceWatch):
         process_set: ProcessSet,
     ) -> None:
         super().__init__(model, every, buffers, process_set)
+        #: torch's versions of two parameters when the last step was counted; ``None`` before the first call.
         self._versions: list[int] | None = None
         if optimizer is None:
             self._hook = model.register_forward_pre_hook(self._before_forward)

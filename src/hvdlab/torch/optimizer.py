@@ -555,7 +555,7 @@ class DistributedMixin(DistributedBase):
         def reduced() -> Any:
             loss = closure()
             self.synchronize()
-            # The step itself uses these gradients. Left settled, they would make the next step() warn of a
+            # The step itself uses these gradients. Left set, this would make the next step() warn of a
             # synchronize() that the user never called.
             self._watcher.settled = False
             return loss
@@ -625,6 +625,8 @@ class ChangeReducer(BackwardPassCounter[torch.Tensor]):
         super().__init__(TorchGradients(), passes)
         self._compression = compression
         self._process_set = process_set
+        #: The parameters whose changes are combined together, in the order of :meth:`watch`, equal on all
+        #: ranks.
         self._buckets: list[tuple[str, list[torch.Tensor]]] = []
 
     def watch(self, name: str, parameters: Iterable[torch.Tensor]) -> None:

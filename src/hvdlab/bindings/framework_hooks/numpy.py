@@ -34,6 +34,7 @@ class NumpyHooks(FrameworkHooks):
         if is_instance_type(type(value), "numpy", "generic"):
             return str(value.dtype).encode() + value.dtype.str.encode() + value.tobytes(), str(value)
         text = repr(value)
+        # A user's text can have half a character, which UTF-8 refuses.
         return text.encode("utf-8", "surrogatepass"), text
 
     def parts(self, value: Any) -> Iterable[Part] | None:

@@ -333,6 +333,7 @@ class TensorOnDevice:
         """Return a row of sums for each block. All memory that it needs is allocated once, about 20 MiB."""
         torch: Any = sys.modules["torch"]
         rows, columns, sets = fingerprints.ROWS, fingerprints.COLUMNS, fingerprints.SETS
+        # A copy: torch warns of read-only arrays, and this one is read-only since all callers share it.
         weights = torch.from_numpy(fingerprints.weights(rows, columns).copy()).to(device)
         of_words, of_halves = weights[:, :columns], weights[:, columns:]
         parts = self._raw.split(fingerprints.BLOCK)
@@ -356,6 +357,7 @@ class TensorOnDevice:
         """Return how many elements are NaN, and how many infinite."""
         torch: Any = sys.modules["torch"]
         counts = torch.zeros(2, dtype=torch.int64, device=device)
+        # In parts: each step makes masks of a byte for each element, on a device that is perhaps nearly full.
         for part in self._elements.split(max(1, fingerprints.BLOCK // self._elements.element_size())):
             here = part.to(device)
             nans = here.isnan().sum()

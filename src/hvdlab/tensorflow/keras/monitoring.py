@@ -187,6 +187,7 @@ class KerasWatch(TrainingWatch):
         self._scale: float | None = None
         kind: Any = type(self._inner)
         self._plain_class = kind
+        # By its class: the model and the loss scaling around the optimizer refer to this very object.
         self._inner.__class__ = _watched_class(kind)
         for name, value in (("hvdlab_watch", self), ("hvdlab_meter", self._meter)):
             object.__setattr__(self._inner, name, value)  # past Keras, which would track them
@@ -254,6 +255,7 @@ class KerasWatch(TrainingWatch):
         """Record no more. Idempotent. ``fit`` still records learning rates and step times of a distributed optimizer."""
         if getattr(self._inner, "hvdlab_watch", None) is not self:
             return
+        # Functions that were traced with the watch go on to read the variable that this sets.
         self._measure(False)
         self._inner.__class__ = self._plain_class
         object.__delattr__(self._inner, "hvdlab_watch")

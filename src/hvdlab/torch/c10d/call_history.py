@@ -208,6 +208,7 @@ class Histories:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        #: Notified when an answer has come, which the control thread stores while a user's thread waits.
         self._changed = threading.Condition()
         #: The calls of each group's present generation; with the following, guarded by the condition.
         self._records: dict[str, _Record] = {}

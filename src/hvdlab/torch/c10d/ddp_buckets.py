@@ -212,6 +212,7 @@ class Buckets:
     def __init__(self) -> None:
         #: Guards the wrappers and their layouts: threads of autograd's use them beside the user's.
         self._lock = threading.Lock()
+        #: By the wrapper, which is not kept alive: in a notebook a model is often wrapped again.
         self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
 
     def see(self, tensor: torch.Tensor | None, caller: FrameType | None) -> None:
@@ -232,6 +233,8 @@ class Buckets:
                         known = self._wrappers.get(wrapper)
                         if known is None:
                             known = self._wrappers[wrapper] = _Wrapper(wrapper)
+                        # C++ broadcasts new buckets, so that _pre_forward itself is the caller. Buffers are
+                        # broadcast by functions that it calls.
                         if tensor is not None and frame is caller and frame.f_code.co_name == "_pre_forward":
                             known.announce(tensor.detach())
                     return

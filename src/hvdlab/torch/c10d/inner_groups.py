@@ -143,6 +143,7 @@ class GlooInner:
         self._addresses = {self._own}
         #: Where Gloo listens for the other ranks, while it connects.
         self._listeners: set[tuple[str, int]] = set()
+        #: Set by an abort, before anything that makes Gloo's connecting fail.
         self._aborted = threading.Event()
         #: Guards the next two: a user's thread may close the group while the control thread aborts it.
         self._lock = threading.Lock()
@@ -226,6 +227,8 @@ class NcclInner:
     def __init__(self, store: HvdlabStore, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         self.group: Any = None
+        #: The object that can be aborted, apart from the group: an abort on another thread finds it while torch
+        #: still makes the group.
         self._backend: Any = None
         self._closed = False
 

@@ -238,6 +238,7 @@ class Inquiry:
 
     def __init__(self, number: int, members: Sequence[int], asked: Sequence[int]) -> None:
         self.number, self.members = number, tuple(members)
+        #: The ranks that have not answered yet; an answer that comes twice counts once.
         self._waiting = set(asked)
         self._reports: dict[int, LaunchReport] = {}
         #: Whether a rank has a stand-in for it already, which waits for those of all others.

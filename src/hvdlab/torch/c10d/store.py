@@ -181,6 +181,7 @@ class StoreLink:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._state = StoreState()
+        #: Guards the following; notified when an answer has come, a rank is gone, or a store was closed.
         self._changed = threading.Condition()
         # The keeper remembers answers by rank and number. A rank's successor, in another process, must not get those of its predecessor.
         self._number = secrets.randbits(_FIRST_BITS)

@@ -128,6 +128,7 @@ class WatchedWork(dist.Work):
         self._over = threading.Event()
         #: Guards the error and the futures: torch's threads and the user's may both end it.
         self._lock = threading.Lock()
+        #: The outputs, and the error as the user gets it, which is the same object each time.
         self._value: Any = None
         self._error: Exception | None = None
         #: The future that is set at the end, with ``None``, and the one that torch gets, which makes the

@@ -104,6 +104,8 @@ class C10dWorld:
         self._sets: dict[tuple[int, ...], _AddedSet] = {}
         #: How many groups of these ranks were made by their members alone.
         self._made_alone: Counter[tuple[int, ...]] = Counter()
+        #: Guards the answers; notified when one has come, or the world has lost a rank that does not answer
+        #: any more.
         self._answered = threading.Condition()
         #: The ranks that have answered that they have requested a set, since this rank last asked them to.
         self._answers: dict[tuple[int, ...], set[int]] = {}

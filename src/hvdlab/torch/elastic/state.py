@@ -42,9 +42,11 @@ class ModelStateHandler(StateHandler[torch.nn.Module]):
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
+        # No copy, as an optimizer's state needs it: a module copies the values into its own tensors.
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
+        # The broadcast writes into the model itself, whose own tensors a state dict has.
         broadcast_parameters(self.value.state_dict(), root_rank=self.root_rank)
         self.save()
 

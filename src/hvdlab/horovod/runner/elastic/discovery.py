@@ -147,6 +147,7 @@ class HostManager:
         self._current_hosts = DiscoveredHosts({}, [])
         self._hosts_state: defaultdict[str, HostState] = defaultdict(lambda: HostState(cooldown_range))
         self._discovery = discovery
+        #: Guards the hosts and their states: a failure can be reported while the source's answer is handled.
         self._lock = threading.Lock()
 
     def update_available_hosts(self) -> int:

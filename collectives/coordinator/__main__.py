@@ -58,6 +58,7 @@ def main() -> int:
         server.stop_when_readable(wakeup)
         if launch.incarnation > 0 and _has_ended(0):
             return 1  # the starter has ended; the process in its place has started another successor, which needs the sockets
+        # Any other coordinator ends with its starter, or has ranks that wait for no successor.
         if launch.linger and launch.keeps:
             handover = Handover(launch)
             server.watch(handover.socket.fileno(), handover.serve)
@@ -125,6 +126,8 @@ def _leave_stderr() -> None:
 def _read_line(descriptor: int) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
+        # By the descriptor: the loop watches it later for the starter's end, which a buffered reader could
+        # have consumed.
         piece = os.read(descriptor, 65536)
         if not piece:
             sys.exit("hvdlab coordinator: no settings on standard input; it is started by CoordinatorProcess")

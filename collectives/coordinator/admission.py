@@ -119,6 +119,7 @@ class Admission:
     def refuse(self, peer: int, rank: int, hello: m.Hello, reason: str) -> Decisions[None]:
         """Refuse a peer, for the reason that :meth:`refusal` has returned, and close its connection."""
         early = self._is_early(rank, hello)
+        # A rank that is too early tries again several times a second, which is no news for the operator.
         if not early and reason not in self.refusals:
             self.refusals.append(reason)
             entry = DecisionEntry(DecisionKind.REFUSED, ranks=(rank,), facts={"reason": reason})
@@ -196,6 +197,8 @@ class Admission:
         yield entry
         left = [rank for rank in self._membership.expected or () if rank not in going]
         for rank in self._membership.set_expected(left):
+            # `resume()` answers all ranks that have regrouped, and a released one must not begin again with
+            # the others.
             self._elastic.drop(rank.rank)
             yield Send((rank.peer,), m.Leave("its host is not part of the job any more", entry.number))
         for ps in list(self._sets):
@@ -270,6 +273,7 @@ class Admission:
         if going and change is not WorldChange.LATER:
             yield from self._remove_released(going)
             stay = [rank for rank in stay if rank not in going]
+        # Ranks in training learn from this list that newcomers wait, and regroup at their next commit.
         membership.set_waiting(tuple(new) if change is WorldChange.LATER else ())
         # Without training the world waits for all that are expected, so that ranks which start at different times form one
         # generation, not many.
@@ -310,6 +314,7 @@ class Admission:
         self.due = True
         if on and not self._elastic.active:
             self._membership.changed = True  # ranks that wait for the world to be complete need not any more
+        # A rank can train again after it has finished, and must be in one of the three states only.
         self._elastic.drop(rank.rank)
         if on:
             self._elastic.training.add(rank.rank)
@@ -389,6 +394,7 @@ class ElasticRanks:
 
     def resume(self) -> list[tuple[int, int]]:
         """Return all ranks that have regrouped, with their tickets; they are in training again from now on."""
+        # All of them live: `drop()` has removed those that have died since.
         answered = [(rank, said.ticket) for rank, said in self.ready.items()]
         self.training.update(self.ready)
         self.ready.clear()

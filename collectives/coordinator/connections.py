@@ -113,6 +113,8 @@ class Connections:
         connection.endpoint.limit = FRAME_LIMIT  # only now: a stranger's frames stay small
         connection.heard = time.monotonic()
         self.open[connection.peer] = connection
+        # Never reset: a successor that no peer has ever found leaves the directory to the next one when its
+        # starter ends.
         self.met = True
         self.schedule_check(connection.heard + self._options.ping_after)
 
@@ -152,6 +154,7 @@ class Connections:
         """Close a connection that was introduced, and append the event; ``faulty`` if the peer broke the protocol."""
         del self.open[connection.peer]
         self.close_now(connection)
+        # From the last bytes: a peer on another host can be cut off long before its connection ends here.
         silence = time.monotonic() - connection.heard
         events.append(PeerLost(connection.peer, reason, silence, faulty))
 
@@ -171,6 +174,7 @@ class Connections:
         for target in self.loop:
             if isinstance(target, Connection):
                 with contextlib.suppress(ConnectionLost):
+                    # Once, without a wait: a peer that does not read must not delay the end of this process.
                     target.endpoint.flush()
                 target.endpoint.close()
         for listener in self.listeners:
@@ -206,6 +210,7 @@ class Connections:
         try:
             done = connection.endpoint.flush()
         except ConnectionLost:
+            # The rest can't be sent, and the loop would report a broken socket as writable again and again.
             connection.broken = done = True
         if not done:
             return

@@ -51,6 +51,7 @@ class RunningCells:
 
     def begin(self, cell: str, rank: int) -> None:
         """Record that a cell is on its way to a rank, or runs there."""
+        # The client and the rank both report the begin, in any order; the second report changes nothing.
         self._active.setdefault(rank, {})[cell] = None
         self.idle.discard(rank)
 

@@ -218,6 +218,7 @@ class DecisionLog:
     def story(self, asked: StoryRequest) -> tuple[Decision, ...]:
         """Return the newest entries that a request asks for and the entries that led to them, oldest first."""
         chosen = [entry for entry in self._entries if _is_about(entry, asked)]
+        # Not with 0, since a slice that begins at -0 is the whole list; a peer can send any number.
         found = {entry.number: entry for entry in chosen[-max(asked.last, 0) :] if asked.last > 0}
         by_number = {entry.number: entry for entry in self._entries}
         # A copy, as causes are added to it; the causes of these are found by the inner loop.
@@ -263,6 +264,7 @@ def subject_of(entry: Decision) -> str:
 def _is_about(entry: Decision, asked: StoryRequest) -> bool:
     return (
         (asked.rank < 0 or asked.rank in entry.ranks)
+        # Entries keep long names shortened, so the name of the request is cut in the same way.
         and (not asked.name or _shortened(asked.name) in entry.names)
         and (asked.process_set < 0 or asked.process_set == entry.process_set)
         and (not asked.decision or asked.decision == entry.number)

@@ -110,6 +110,7 @@ class MembershipTable:
         self.changed = False
         self.formed = False
         self.urgent = False
+        # An interval before any time of the clock, so that the first report is due at once.
         self.ranks_sent_at = -WORLD_INTERVAL
         #: Whether ranks have to get a changed membership that clients have got already.
         self._ranks_owed = False
@@ -143,6 +144,7 @@ class MembershipTable:
         return ""
 
     def add(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
+        # The number belongs to another process now, whose end is a death unless that process sends Bye itself.
         self._left.pop(rank, None)
         self.leaving.discard(rank)
         newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, now + self._wall_offset)
@@ -183,6 +185,7 @@ class MembershipTable:
             del self.deaths[rank]
             self._unexplained.pop(rank, None)
         self.changed = self.urgent = True
+        # Those that leave already have got their message.
         dropped = [p for p in self.ranks.values() if p.rank not in self.expected and not p.leaving]
         for peer in dropped:
             peer.leaving = True
@@ -215,6 +218,7 @@ class MembershipTable:
         kind = DecisionKind.LEFT if gone.leaving else DecisionKind.DIED
         entry = DecisionEntry(kind, ranks=(gone.rank,), facts={"reason": reason, "pid": str(gone.pid)})
         yield entry
+        # The coordinator has asked it to leave: if its process was ended before it could send Bye, that is no death.
         if gone.leaving:
             self._leave(gone)
             return entry.number
@@ -233,6 +237,7 @@ class MembershipTable:
         """Record the reason that the launcher reports for the end of a process whose connection has ended, or never began."""
         known = self.deaths.get(rank)
         self.record_death(rank, pid, reason, now, explained=True)
+        # Most ends are explained already, or are no deaths: such a report is no decision.
         if self.deaths.get(rank) != known:
             facts = {"reason": reason, "pid": str(pid)}
             yield DecisionEntry(DecisionKind.DIED, ranks=(rank,), facts=facts)
@@ -250,6 +255,7 @@ class MembershipTable:
         del self.ranks[gone.rank]
         self.versions.remove(gone.versions)
         self.hosts[gone.member.host] -= 1
+        # A Counter keeps zeros, and admission reads the keys as the hosts on which ranks live.
         if not self.hosts[gone.member.host]:
             del self.hosts[gone.member.host]
 

@@ -133,6 +133,7 @@ class Negotiation:
         if self.owed and (verdict := self.owed.pop_next(rank, info)) is not None:
             self._reject(rank, defined, verdict)
             return None
+        # Only a faulty peer sends this: the receive would get a message that is for another rank.
         if info.from_any and info.between != (rank,):
             raise ValueError("a receive from any rank in place of another rank")
         current = self.rounds.get(info.name)
@@ -388,6 +389,7 @@ class Negotiation:
             The report of the round; ``None`` if the message does not wait any more.
         """
         current = self.rounds.get(defined.info.name)
+        # A faulty peer can name a collective, whose end concerns more ranks than the two of a message.
         if current is None or not defined.info.between:
             return None
         items = list(self._all_submissions(current))

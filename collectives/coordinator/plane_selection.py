@@ -195,6 +195,7 @@ def _wish(members: Sequence[Member], notes: list[str]) -> str:
             return ""
         return plane
     lacking = [member.rank for member in members if member.planes and plane not in member.planes]
+    # Every rank has `local`, so none lists it among the planes that it offers.
     if lacking and plane != "local":
         notes.append(f"plane {plane} was asked for, but ranks {lacking} can't use it; choosing another")
         return ""

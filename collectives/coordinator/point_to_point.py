@@ -41,6 +41,8 @@ class MessageChannels:
     def match(self, current: NegotiationRound) -> tuple[NegotiationRound, NegotiationRound] | None:
         """Return the message and the receive from any rank that wait for each other, one of them ``current``; ``None`` without such a pair."""
         channel = current.info.channel
+        # A message about which its two ranks disagree gets a verdict, which a receive from any rank must not
+        # get with it.
         if channel is None or current.mismatch_since is not None:
             return None
         received: NegotiationRound | None = current

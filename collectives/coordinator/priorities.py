@@ -94,6 +94,7 @@ class PriorityQueue:
 
     def executed(self, sequence: int, batch: int) -> None:
         """Record that a batch has ended."""
+        # The numbers come from a rank: a report about no batch under way must not raise here.
         self.under_way.pop((sequence, batch), None)
 
     def validate(self) -> None:

@@ -216,6 +216,7 @@ class CoordinatorProcess:
             launch = msgspec.structs.replace(launch, **settings)
             listeners = Listeners(private, launch.tcp_host)
             process, ready = _start(launch, listeners, deadline)
+        # Also at an interrupt, which would otherwise leave the sockets and the directory behind.
         except BaseException:
             if listeners is not None:
                 listeners.close()
@@ -300,6 +301,7 @@ class CoordinatorProcess:
                 raise StartError("The coordinator was closed.")
             self._process.kill()
             self._process.wait()  # before its lifeline is cut: at the end of that it could remove the directory
+            # Only to close its pipes: each successor would otherwise leave two descriptors open in this process.
             _end(self._process, 0)
             following = msgspec.structs.replace(self._launch, incarnation=self._launch.incarnation + 1)
             launch = following if size is None else msgspec.structs.replace(following, size=size)
@@ -519,6 +521,7 @@ def remove_directory(directory: Path) -> None:
 
 def private_directory(parent: Path | None) -> Path:
     """Create a directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
+    # TMPDIR can be longer than the path in the address of a Unix socket may be; /tmp never is.
     candidates = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in candidates:
         if len(os.fsencode(candidate)) + _NAME_LENGTH <= UNIX_PATH_LIMIT:
@@ -541,6 +544,7 @@ def _start(
         # `pass_fds` keeps the numbers that the sockets have here, so the launch can name them.
         launch = msgspec.structs.replace(launch, listener=local, tls_listener=remote)
         return process, _exchange(process, launch, deadline)
+    # Also at an interrupt: the coordinator would otherwise run as long as its starter, without any rank.
     except BaseException:
         _end(process, 0)
         raise
@@ -589,6 +593,7 @@ def _exchange(
 
 def _cut_lifeline(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None and not process.stdin.closed:
+        # A coordinator that died before it read its settings leaves them in the buffer, and close() writes that again.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
 

@@ -335,6 +335,7 @@ class ProcessSets:
         """Abort the generation that a rank withdraws from, or the operations of an earlier one."""
         try:
             kind = CauseKind(message.kind)
+        # A rank can send any text as the kind: it gives up all the same, and the others must not wait for it.
         except ValueError:
             kind = CauseKind.WITHDRAWN
         cause = kind, (rank.rank,), message.text, message.site
@@ -521,6 +522,7 @@ class ProcessSets:
         ps.generation = self._first_generation
         ps.aborted = ps.generation - 1
         ps.next_members = ranks
+        # Not at the end of the batch: the answer to the ranks that have asked for the set has to follow its Configure.
         yield from self._configure(ps)
         return ps
 
@@ -657,6 +659,7 @@ class ProcessSets:
         return tuple(
             peer
             for rank, peer in zip(ps.members, ps.peers, strict=True)
+            # By connection as well: another process can have the number by now.
             if rank in ranks and ranks[rank].peer == peer
         )
 
@@ -745,6 +748,7 @@ class ProcessSets:
         for ps in list(self):
             if ps.failure is not None and now >= ps.failure[0]:
                 _, rank, text = ps.failure
+                # The end of the generation clears `failure`, so its deadline does not come up again.
                 yield GenerationAbort(ps, CauseKind.PLANE_FAILED, (rank,), _plane_failure(rank, text))
             if ps.past_failure is not None and now >= ps.past_failure[0]:
                 _, generation, rank, text = ps.past_failure
@@ -816,6 +820,8 @@ class RendezvousValues:
     def store_value(self, key: str, value: bytes) -> Iterator[Send]:
         """Keep a value (the last one counts) and answer the peers that wait for it."""
         self._values[key] = value
+        # Some of these peers may have gone. Numbers of connections are never used again, so the server drops
+        # their answers.
         for peer, ticket in self._waiting.pop(key, ()):
             yield Send((peer,), StoreValue(ticket, value))
 

@@ -231,6 +231,8 @@ class CoordinatorServer:
         # The stranger has gone again before it was accepted.
         except (BlockingIOError, ConnectionAbortedError):
             return
+        # As a rule no descriptor is left: a stranger that owes its Hello can end for the newcomer, which is
+        # perhaps a rank.
         except OSError as error:
             self._make_room(listener, context, error)
             return
@@ -239,8 +241,11 @@ class CoordinatorServer:
             if sock.family == socket.AF_UNIX:
                 require_own_peer(sock)
             if context is not None:
+                # Orders are small: the kernel would otherwise keep one back until the peer has acknowledged
+                # the one before.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
+                # The loop continues the handshake as bytes come: a stranger that sends none must not stop the service.
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         except OSError as error:
             self.connections.rejections.add(f"a connection is closed: {error}")
@@ -318,6 +323,8 @@ class CoordinatorServer:
                     continue
                 try:
                     frame = encode(effect.message)
+                # A message too large for a frame is dropped with a line for the operator: raised, the error
+                # would end the coordinator.
                 except ProtocolError as error:
                     self._log.warning("%s", error)
                     continue

@@ -72,6 +72,7 @@ class StallInspector:
     def watch_execution(self, since: float, now: float) -> None:
         """Schedule a check of an operation that a rank executes and has waited for since ``since``."""
         if math.isfinite(self._every):
+            # A rank reports its wait only once that has lasted for some time: the check can be due by now.
             due = max(since + self._every - probe_lead_time(self._every), now)
             self.due = due if self.due is None else min(self.due, due)
 
@@ -84,6 +85,8 @@ class StallInspector:
     def report_late(self, now: float) -> Decisions[None]:
         """Report or end the collectives that wait for long, and set :attr:`due`."""
         upcoming: list[float] = []
+        # Copies: the state carries out each decision before this generator continues, and an abort replaces
+        # the negotiation.
         for ps in list(self._sets):
             for current, missing in list(ps.negotiation.waiting()):
                 if self._is_over(current, now):

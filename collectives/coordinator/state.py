@@ -154,6 +154,7 @@ class CoordinatorState:
         rank: RankPeer | None = None
         self.log.now = now
         if self.restoring.active:
+            # The state has no clock, so the wait for the predecessor's ranks can begin only with the first event.
             self.restoring.begin(now)
         failed: Exception | None = None
         for event in events:
@@ -191,6 +192,8 @@ class CoordinatorState:
                         event, rank
                     )  # of several events, the last one leads to the decisions at the end
                 self._end_batch(now)
+                # Not after a plain batch, which moves no deadline: `_announce()` clears `_due` where it sets
+                # one, and such a batch is not plain.
                 self._due = self._find_due()
             if self.fusion.tuning.configured:
                 self.apply(self.fusion.tune(now))
@@ -327,12 +330,16 @@ class CoordinatorState:
         if newcomer.tracked:
             self.cells.add_rank(rank)
         effects.send((peer,), m.Welcome(rank, int(now * 1e9), self.options.incarnation, self.options.pid))
+        # Behind the Welcome, which has to be the first message. The senders repeat their mail once only, so
+        # it has waited here.
         kept = self.restoring.mail.pop(rank, [])
         # Another process in its place has asked for nothing that this mail answers.
         for mail in kept if hello.incarnation >= 0 else ():
             effects.send((peer,), mail)
         if since is not None:
             self.apply(membership.report_return(newcomer, now - since))
+        # During a restoration the successor decides that later: only the facts of all ranks show which
+        # generation is the newest.
         if hello.incarnation >= 0 and hello.returns and not self.restoring.active:
             self.apply(self.admission.become_outdated(newcomer))
 
@@ -413,7 +420,10 @@ class CoordinatorState:
             else:
                 for local in message.locals:
                     submit(rank.rank, definitions[local], (), now)
+        # KeyError: a local id that the rank never defined. ValueError: more or fewer numbers than ids, or a
+        # receive in place of another rank.
         except (KeyError, ValueError) as error:
+            # `handle_all()` skips the log for announcements, but the loss of the rank needs this event as its cause.
             self.log.handling(Received(rank.peer, message), rank)
             self.violation(rank, f"an announcement that makes no sense: {error!r}", now)
         # The clock of stalls runs only while something waits, so the first submission after a silence starts it. `_due` is stale
@@ -435,6 +445,7 @@ class CoordinatorState:
         if event.peer not in self.membership.clients and not observes:
             return  # it was closed earlier in this batch
         react = CLIENT_HANDLERS.get(type(event.message))
+        # An observer has shown the token of ranks, which must not be enough to post mail or to resize the world.
         if react is None or (observes and not isinstance(event.message, m.Pong | m.Bye)):
             self.effects.log(
                 f"{'observer' if observes else 'client'} {event.peer} sent a {type(event.message).__name__} out of place"
@@ -448,6 +459,7 @@ class CoordinatorState:
         """End the connection of a rank that broke the protocol: the rank is lost."""
         self.effects.log(f"rank {rank.rank} sent {text}")
         self.effects.add(CloseConnection(rank.peer))
+        # Explained, so that the rank is refused if it comes back: it would send the same again.
         self.peer_lost(rank.peer, f"it sent {text}", now, explained=True)
 
     def is_paused(self, peer: int) -> bool:
@@ -665,6 +677,8 @@ def _on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: 
 
 def _on_bye(state: CoordinatorState, rank: RankPeer, message: m.Bye, now: float) -> None:
     """Remove a rank that leaves in order."""
+    # In the order of `peer_lost()`: the rank has left the table before its sets decide, and they send to
+    # living members only.
     past = state.forget_peer(rank, now)
     decision = state.apply(state.membership.leave(rank, message.reason))
     state.effects.add(CloseConnection(rank.peer))
@@ -727,11 +741,13 @@ def _on_renew(state: CoordinatorState, rank: RankPeer, message: m.Renew, now: fl
 
 def _on_cell_begin(state: CoordinatorState, rank: RankPeer, message: m.CellBegin, now: float) -> None:
     if rank.tracked:
+        # A newcomer without a cell waits as long as members run one; with this cell it can enter.
         state.admission.due = True
         state.cells.begin(message.cell, rank.rank)
 
 
 def _on_cell_end(state: CoordinatorState, rank: RankPeer, message: m.CellEnd, now: float) -> None:
+    # Newcomers without a cell wait for the last cell of the members to end.
     state.admission.due = True
     if not rank.tracked:
         return
@@ -758,6 +774,7 @@ def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: floa
     mail = m.Mail(message.topic, rank.rank, message.body)
     peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
     state.effects.send(peers, mail)
+    # A rank repeats its mail as soon as it has found the successor, perhaps before the ranks that the mail is for.
     if state.restoring.active:
         for target in message.to:
             if target not in state.membership.ranks:
@@ -798,6 +815,7 @@ def _on_blocked(state: CoordinatorState, rank: RankPeer, message: m.Blocked, now
         state.check_blocked = True
 
 
+# Without Announce, which `handle_all()` handles before it asks this table.
 RANK_HANDLERS: dict[type, RankHandler] = {
     m.Resume: _on_resume,
     m.Duplicate: _on_duplicate,
@@ -836,6 +854,7 @@ def _on_recall(state: CoordinatorState, peer: int, message: m.Recall, now: float
         if back is not None and back.pid == death.pid:  # the others have continued without it
             state.effects.add(CloseConnection(back.peer))
             state.peer_lost(back.peer, death.reason, now)
+    # After the ends above: a death is restored only for a rank that is not connected.
     state.apply(state.successor.add_recalled(message))
 
 

@@ -150,6 +150,7 @@ class ClientRecovery:
             cells = self._cells()
             try:
                 world = self._client.reconnect(cells, self._reconnect_within, process=self._coordinator.pid)
+            # As in `_return()`: it is an OSError, and the caller can start the recovery again.
             except CoordinatorLostError:
                 raise
             except (StartError, TimeoutError, OSError):

@@ -78,6 +78,7 @@ class RankReconnect:
         if self._thread is not None:
             self._thread.join()  # does not block: that thread has handed its connection over and is about to end
         name = f"hvdlab-reconnect-{self._hello.rank}"
+        # A daemon: the interpreter joins all other threads at its exit, and this one can wait long for a successor.
         thread = threading.Thread(target=self._run, args=(reason,), name=name, daemon=True)
         with self._beginning:
             if not self._cancelled.is_set() and self._settings.reattach > 0:
@@ -92,6 +93,7 @@ class RankReconnect:
             self._cancelled.set()
         waiting = self._socket
         if waiting is not None:
+            # Not close(): the descriptor's number could belong to another file by the time the other thread uses it.
             with contextlib.suppress(OSError):
                 waiting.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
@@ -114,6 +116,7 @@ class RankReconnect:
                     break
                 if self._may_return() and not cut_off.expired:
                     deadline = self._deadline(cut_off.remaining())
+                # The event, not a sleep: cancel() must not have to wait for the end of the pause.
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
             except StartError as error:
                 why = str(error)

@@ -87,6 +87,7 @@ class Restoring:
     def drop(self, rank: int) -> None:
         """Forget a rank that has come, and is gone again."""
         self.resumed.pop(rank, None)
+        # A rank that has sent Bye has no death in the table: `awaited()` would wait for it once more.
         self.alive.pop(rank, None)
 
     def awaited(self, membership: MembershipTable) -> list[int]:
@@ -195,9 +196,11 @@ class Successor:
         self._begin_cells()
         # A rank that has not resumed is dead, or another process than the one that was to be let go.
         yield from self._admission.scale_down(tuple(facts.resumed.keys() & facts.released))
+        # Without delay: ranks ignore each report of a world that is still being restored, so they wait for this one.
         membership.changed = membership.urgent = self._admission.due = True
         text = f"took over from coordinator {facts.incarnation - 1} with {count} ranks"
         yield Log(text, warning=False, decision=decision)
+        # Mail that is left is for ranks that have not come in time and count as dead.
         facts.resumed, facts.alive, facts.mail = {}, {}, {}
 
     def _end_entry(self, missing: list[int]) -> DecisionEntry:
@@ -257,6 +260,8 @@ class Successor:
         process resumes like the others, but is a newcomer. As a member it would have the place of the dead one, before ranks
         that have been in the world for longer.
         """
+        # Not strict: lists of unequal lengths come from a faulty rank, and an error at the end of a batch
+        # ends the coordinator.
         processes = {*zip(known.ranks, known.pids, strict=False)}
         ranks = self._membership.ranks
         return tuple(rank for rank in members if (rank, ranks[rank].pid) in processes)

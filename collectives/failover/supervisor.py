@@ -58,6 +58,7 @@ class Keeper:
 
     def _run(self) -> None:
         while self._died():
+            # Before `respawn()`, which replaces the process that has ended.
             how = self._coordinator.ending()
             began = time.monotonic()
             if self._restarts.reached:
@@ -159,6 +160,7 @@ def take_over(directory: Path, timeout: float) -> tuple[CoordinatorLaunch, socke
         door.settimeout(timeout)
         door.connect(str(directory / _NAME))
         require_own_peer(door)
+        # The socket comes with the first bytes, and a plain recv() would have the kernel close it.
         said, descriptors, _, _ = socket.recv_fds(door, _LARGEST, 1)
         for descriptor in descriptors:
             # The kernel hands descriptors over inheritable: a child that kept the socket open would let ranks wait there in vain.

@@ -274,6 +274,7 @@ class TcpStoreBackend:
     def withdraw(self) -> None:
         if self._published and self._store is not None:
             self._published = False
+            # The store can have ended with the process that serves it, and the secret with the store.
             with suppress(RuntimeError):
                 self._store.delete_key(self._key)
 
@@ -339,6 +340,7 @@ class MpiBackend:
         self._complete(self._comm.Ibcast(np.frombuffer(data, np.uint8).copy(), 0))
 
     def read(self, seconds: float) -> bytes | None:
+        # Kept: all ranks have their part in the broadcast once, so a second receive would wait for ever.
         if self._data is None:
             import numpy as np
 
@@ -384,6 +386,8 @@ def _initialized(deadline: Deadline) -> Any:
     """
     import mpi4py
 
+    # mpi4py finalizes only an MPI that it has initialized, unless asked to; launchers end the job of a rank
+    # that exits without.
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     try:
         from mpi4py import MPI

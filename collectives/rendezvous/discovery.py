@@ -115,6 +115,7 @@ class CoordinatorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             _probe(self.address, self.certificate, min(timeout, PROBE_SECONDS))
         except (OSError, HvdlabError) as error:
+            # An address that can't be read is a fault of its writer, not a coordinator that has ended.
             if isinstance(error, InvalidRequestError):
                 raise
             return False
@@ -127,6 +128,7 @@ def _probe(address: str, certificate: str, timeout: float) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(timeout)
             sock.connect(where.path)
+            # The path of a job that has ended can be another user's by now.
             require_own_peer(sock)
         return
     assert isinstance(where, TlsAddress)
@@ -220,6 +222,7 @@ class DiscoveredWorld:
         return dataclasses.replace(
             base,
             coordinator=self._info.address,
+            # The published one is empty where the user has given all ranks the secret.
             token=self._info.token or base.token,
             certificate=self._info.certificate or None,
             rank=self._launched.rank,
@@ -287,6 +290,7 @@ def discover(environ: Mapping[str, str], settings: Settings) -> DiscoveredWorld 
     require_long_token(settings.token)
     if not launched.one_host:
         require_sealed_rendezvous(settings.require_encryption, settings.token, launched.launcher.name)
+    # One limit for all steps: opening torch's store, or MPI, waits for other ranks as well.
     deadline = Deadline(settings.start_timeout)
     backend = _backend(launched, environ, deadline)
     try:
@@ -362,6 +366,7 @@ def _start_and_publish(
         coordinator = CoordinatorProcess.start(
             size=launched.size,
             tcp_host=listen,
+            # The coordinator outlives rank 0, so that the other ranks learn of its death as of any other's.
             linger=True,
             keep=True,
             timeout=deadline.remaining() or 0.0,

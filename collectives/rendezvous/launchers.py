@@ -216,6 +216,7 @@ def _read(launcher: ForeignLauncher, environ: Mapping[str, str]) -> Launched | N
 
 
 def _loopback(environ: Mapping[str, str]) -> bool:
+    # Ranks of another host could not reach a master at such an address.
     return environ.get("MASTER_ADDR", "").startswith(_LOOPBACK)
 
 
@@ -224,6 +225,7 @@ def _number(environ: Mapping[str, str], names: tuple[str, ...], host: int | None
     if name is None:
         return None
     text = environ[name].strip()
+    # isdigit() alone is true of superscripts and other scripts' digits as well, some of which int() refuses.
     if text.isascii() and text.isdigit():
         return int(text)
     counts = _per_host(text)

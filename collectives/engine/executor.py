@@ -451,6 +451,7 @@ class Executor:
         back = [queue for queue in self._abandoned if not queue.stuck]
         for queue in back:
             assert queue.thread is not None
+            # Ends at once: abandon() has woken the thread, which returns since its queue is abandoned.
             queue.thread.join()
             self._abandoned.remove(queue)
 
@@ -480,6 +481,7 @@ class Executor:
         self._queues += 1
         queue = WorkQueue(self._queues)
         name = f"hvdlab-executor-{self._label}-{queue.number}"
+        # A daemon: a thread that is stuck in a plane must not keep the process from its end.
         queue.thread = threading.Thread(target=self._loop, args=(queue,), name=name, daemon=True)
         queue.thread.start()
         return queue

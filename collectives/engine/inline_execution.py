@@ -170,6 +170,7 @@ class InlineExecutor:
             left = seconds
             try:
                 while left > 0 and self._watch(handle, left):
+                    # Outside _watch(), whose `finally` lets the control thread read again: an operation can last long.
                     self._executor.run_pending()
                     if handle.done():
                         return left

@@ -309,6 +309,7 @@ def allreduce_adasum(
     Needs as much memory again as the tensors (float16 and bfloat16: as float32), once more if they are several.
     """
     size, index = plane.context.size, plane.context.index
+    # Of one vector Adasum is the vector itself, as a sum is: only the scales are left to apply.
     if size == 1:
         plane.allreduce(ins, outs, dtype, reduction._replace(op=ReduceOp.SUM), phases)
         return

@@ -382,6 +382,7 @@ class RequestLayout:
         shape = () if request.input is None else request.input.shape
         encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+        # DECLINED stands for a member that asks for nothing.
         self.digest = digest if digest != DECLINED else 1
         self.own: tuple[HostArray, ...] = ()
         self.parts: tuple[HostArrays, HostArrays] = ((), ())

@@ -286,5 +286,6 @@ class SpanLog:
     def clock_answer(self, message: m.Pong) -> None:
         """Keep the coordinator's answer to :meth:`ask_clock`; one to an older question is dropped. Control thread."""
         number, asked = self._asked
+        # Of older questions the time is not kept: with that of the last one, their answers would give a wrong offset.
         if message.number == number:
             self._samples.add(asked, time.monotonic_ns(), message.clock)

@@ -77,6 +77,7 @@ class Subscription:
         control.call(lambda: self._request(number, arrived))
         # With a limit: a rank does not answer while it is stopped, and the control thread can end meanwhile.
         arrived.wait(ANSWERS_WITHIN)
+        # By the control thread, which iterates over the requests at each change of the world.
         control.call(lambda: self._requests.pop(number, None))
 
     def _request(self, number: int, arrived: threading.Event) -> None:
@@ -116,6 +117,7 @@ class Subscription:
             callbacks.event_sinks.remove(sink)
             self._sinks.remove(sink)
             if not self._sinks:
+                # A successor of the coordinator would otherwise send events that no sink gets.
                 callbacks.reconnections.remove(self._subscribe)
                 self._handlers.send(m.Subscribe(False))
 
@@ -237,10 +239,12 @@ class MetricExports:
         done = threading.Event()
         control.call(self._handlers.send_events)
         control.call(done.set)
+        # With a limit: the control thread can end before it comes to these calls.
         done.wait(FLUSHED_WITHIN)
 
     def close(self, timeout: float) -> None:
         """Close all exports, with the points that were recorded by now."""
         deadline = Deadline(timeout)
+        # A copy, as in add(): close() removes the export from the list.
         for export in list(self._open):
             export.close(deadline.remaining())

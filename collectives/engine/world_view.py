@@ -54,6 +54,8 @@ class WorldView:
         with self._changed:
             # Before the next World message, which has them no longer among those that wait.
             self._let_in.update(set(ranks) & set(self.waiting))
+            # In this order: `alive` reads the generation first, without the lock, and then finds members that
+            # are as new.
             self._members, self._generation = frozenset(ranks), generation
             self._changed.notify_all()
 

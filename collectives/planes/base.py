@@ -376,6 +376,7 @@ def publish_memfd(store: KeyValue, name: str, size: int) -> int:
     Raises:
         PlaneBroken: The system gives no memory or no descriptor.
     """
+    # Random, since open_memfd() recognises the segment by it: numbers of processes and descriptors are used again.
     unique = f"{name}-{secrets.token_hex(8)}"
     try:
         descriptor = create_memory(unique, size)

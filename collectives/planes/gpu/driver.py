@@ -149,6 +149,7 @@ class CudaDevice:
         return int(_checked(driver.cuDeviceGetAttribute(which, self._device)))
 
     def __enter__(self) -> None:
+        # Pushed, not set: the thread can be a user's, whose framework has to find its own context again.
         _checked(driver.cuCtxPushCurrent(self._context))
 
     def __exit__(
@@ -188,6 +189,7 @@ class CudaDevice:
     def open(self, handle: bytes) -> int:
         given = driver.CUipcMemHandle()
         given.reserved = handle
+        # The driver accepts no other flags here.
         lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         return int(_checked(driver.cuIpcOpenMemHandle(given, int(lazily))))
 
@@ -206,6 +208,8 @@ class CudaDevice:
 
     def new_stream(self) -> int:
         _, highest = _checked(driver.cuCtxGetStreamPriorityRange())
+        # Otherwise work on the legacy default stream, which frameworks use, would wait for this one, and this
+        # one for it.
         flags = driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         return int(_checked(driver.cuStreamCreateWithPriority(int(flags), highest)))
 
@@ -245,6 +249,7 @@ class CudaDevice:
         return bool(driver.cuStreamQuery(stream)[0] != _NOT_READY)
 
     def write_value(self, stream: int, address: int, value: int) -> None:
+        # Cut to 32 bits: the counters overflow, and waits compare them by their difference.
         _checked(driver.cuStreamWriteValue32(stream, address, value & 0xFFFFFFFF, 0))
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
@@ -349,6 +354,7 @@ def compiled_kernel(dtype: DType | None, op: ReduceOp, capability: int) -> bytes
         code: bytes
         # Code for a GPU that the compiler knows; for a newer one PTX, which the driver translates (see architecture()).
         if capability in known:
+            # The bindings fill a bytes object of the right length in place.
             code = b" " * _nvrtc_checked(nvrtc.nvrtcGetCUBINSize(program))
             _nvrtc_checked(nvrtc.nvrtcGetCUBIN(program, code))
         else:

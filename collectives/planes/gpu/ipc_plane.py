@@ -119,6 +119,7 @@ class CudaPlane(GpuPlane[IpcGroup]):
                     [i for i, _ in some],
                     [o for _, o in some],
                     AllreduceJobs(tuple(i.nbytes // dtype.itemsize for i, _ in some)),
+                    # The kernels have no type for truth values, and reduce them as the bytes that they are.
                     dtype=DType.U8 if dtype is DType.BOOL else dtype,
                     reduction=reduction,
                 ),

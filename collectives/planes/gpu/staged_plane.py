@@ -85,6 +85,7 @@ class PinnedMemory:
 
     def fetch(self, buffers: Sequence[CudaBuffer], places: Sequence[ArrayPlace]) -> None:
         """Copy tensors to the host, once the work that makes them is done."""
+        # A set, since tensors of one stream can share a mark.
         for event in {buffer.after.event for buffer in buffers if buffer.after is not None}:
             self._device.wait_event(self.stream, event)
         for buffer, place in zip(buffers, places, strict=True):

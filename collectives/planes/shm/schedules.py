@@ -351,5 +351,6 @@ class ReduceScatter:
             return
         sources = [slot[index * place : index * place + length] for slot in slots]
         at = self._starts[index] + done
+        # From the input: fill() has put nothing into this member's own place.
         sources[index] = self._send[at : at + length]
         self._fold(sources, self._out[done : done + length], self._prescale, self._postscale)

@@ -213,6 +213,7 @@ class KVStore(KVStoreBase):
         return total
 
     def _buffer(self, key: Key, like: Array) -> Array:
+        # Removed here, since the sum in it can become the stored value, which is never written to.
         spare = self._spare.pop(key, None)
         if spare is not None and spare.shape == like.shape and spare.dtype == like.dtype:
             return spare
@@ -626,6 +627,8 @@ class _ForUser:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the user's updater: MXNet's programs read its optimizer and its states."""
+        # An object that is being unpickled or copied has no `updater` yet: the lookup of it would come here
+        # without end.
         if name.startswith("_") or name == "updater":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.updater, name)

@@ -106,11 +106,13 @@ def write_file(path: str, data: bytes) -> None:
         with open(place, "wb") as file:
             file.write(data)
         return
+    # In the same directory, since a rename can't go to another file system. Cut, since a name has 255 bytes at most.
     descriptor, draft = tempfile.mkstemp(
         prefix=f".{os.path.basename(place)[:100]}.", dir=os.path.dirname(place)
     )
     try:
         with open(descriptor, "wb") as file:
+            # mkstemp() opens the file to its user alone, while others may have been able to read the one before.
             os.fchmod(descriptor, _mode_of(place))
             file.write(data)
             file.flush()
@@ -199,6 +201,7 @@ def _packed(key: Key, state: Any) -> _State:
     if isinstance(state, tuple | list):
         return _Several([_packed(key, item) for item in state])
     if isinstance(state, np.ndarray) and state.dtype.str[1:] in _TYPES:
+        # A file can be loaded on a machine of another byte order.
         little = state.astype(state.dtype.newbyteorder("<"), order="C", copy=False)
         return _Array(state.dtype.str[1:], state.shape, little.tobytes())
     raise KVStoreError(f"the state of key {key!r} is a {type(state).__name__}, which can't be saved", key)
@@ -212,6 +215,7 @@ def _unpacked(state: _State) -> Any:
     if state.dtype not in _TYPES or min(state.shape, default=0) < 0:
         raise ValueError(f"an array of type {state.dtype!r} and shape {state.shape}")
     dtype = np.dtype("<" + state.dtype)
+    # By Python's integers: extents of a damaged file could overflow numpy's, and seem to fit.
     if math.prod(state.shape) * dtype.itemsize != len(state.data):
         raise ValueError(f"{len(state.data)} bytes for {state.dtype}{list(state.shape)}")
     array: Array = np.frombuffer(state.data, dtype).reshape(state.shape)

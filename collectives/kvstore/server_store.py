@@ -209,6 +209,7 @@ class ServerStore(KVStore):
 
     def __getattr__(self, name: str) -> Any:
         """Let a store that was unpickled before this process had joined the world take part at its first use."""
+        # pickle and copy ask any object for special methods, which must not let a store join the world.
         if "_unpickled" not in vars(self) or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._join()
@@ -430,6 +431,7 @@ class ServerStore(KVStore):
                 write(target, value)
 
     def _pull_dense(self, wanted: dict[Key, list[Any]]) -> None:
+        # All requests before the first wait, so that several servers work at a time.
         pulls = {key: [self._request_pull(key, shard) for shard in self._shards[key]] for key in wanted}
         try:
             for key, waiting in pulls.items():

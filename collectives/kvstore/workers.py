@@ -134,6 +134,7 @@ class Workers:
                 anonymous=True,
                 priority=priority,
             )
+            # One that is not divided keeps its shape, by which the coordinator finds that workers disagree.
             for number, part in enumerate(parts if count > 1 else [array])
         ]
         return engine.submit_group(requests) if count > 1 else [engine.submit(requests[0])]

@@ -245,6 +245,7 @@ class ParameterServer:
     def serve(self) -> bool:
         """Run until the job is over, or SIGTERM comes. Returns whether the job is over."""
         self._listen()
+        # Before the server is ready: its starter learns of a server that finds no coordinator as of a failed start.
         JobObserver(self._launch, self._events, self._wakeup).start()
         signal.set_wakeup_fd(self._wakeup.writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._terminate)
@@ -392,6 +393,8 @@ class ParameterServer:
                     return  # it broke the protocol
         except ConnectionLost:
             self._drop(connection)
+        # Workers name the sizes of arenas and frames: where there is no memory for one, only that worker loses its
+        # connection.
         except (ProtocolError, OSError, MemoryError) as error:
             self._reject(connection, str(error) or "there is no memory for what it sent")
 
@@ -410,6 +413,8 @@ class ParameterServer:
         return True
 
     def _attach(self, connection: _Connection, message: m.Attach) -> None:
+        # Compared in constant time, and as bytes: compare_digest() refuses text that is not ASCII, which a
+        # stranger can send.
         if message.version != m.VERSION or not hmac.compare_digest(
             message.token.encode(), self._launch.token.encode()
         ):
@@ -552,6 +557,7 @@ def main() -> int:
     except StartError as error:
         _LOG.warning("%s", error)
         return 1
+    # Otherwise a worker starts another server, from the settings in that directory.
     if over:
         shutil.rmtree(launch.directory, ignore_errors=True)
     return 0

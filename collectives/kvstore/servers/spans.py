@@ -48,6 +48,7 @@ class StoreSpans:
         """
         element = self._elements.get(dtype)
         if element is None:
+            # Stores have types of elements that the core lacks, such as uint16: records show these as bytes.
             element = self._elements[dtype] = dtype_of(np.empty(0, dtype)) or DType.U8
         return RequestSpan(self, kind, str(key), server, element, nbytes)
 

@@ -277,6 +277,7 @@ def _rebind(where: TlsAddress, deadline: Deadline) -> socket.socket:
         except StartError:
             if deadline.expired:
                 raise
+        # A pause, since no event announces that the port is free.
         time.sleep(_REBIND_SECONDS)
 
 

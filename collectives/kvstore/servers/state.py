@@ -293,6 +293,7 @@ class ParameterServerState:
         store.record = record
 
     def _pass_time(self, now: float) -> None:
+        # A copy: a worker whose time is over is removed.
         for worker in list(self._workers.values()):
             if now >= worker.away_since + AWAY_SECONDS:
                 self._remove_worker(worker.rank, f"died: its connection has been gone for {AWAY_SECONDS:g} s")

@@ -359,6 +359,7 @@ def watch_uncaught() -> None:
             report_uncaught(error)
             if isinstance(error, HvdlabError):
                 failures.cut_own_frames(trace)
+        # Also where the report fails: the user has to see the exception in any case.
         finally:
             previous(kind, error, trace)
 

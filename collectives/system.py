@@ -355,6 +355,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
 def address_towards(host: str) -> str | None:
     """Return the address of this host from which it reaches ``host``, and at which ``host`` reaches it; ``None`` without a route."""
     try:
+        # Port 9 stands for any: only the route to the host is asked for.
         candidates = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     except OSError:
         return None
@@ -412,6 +413,7 @@ def host_key() -> str:
 def _found_host_key() -> str:
     """Return the host's name with a digest of the boot (two machines can have one name) and of the namespaces of memory and sockets."""
     parts = [boot_id()]
+    # Sockets are found by their paths (mnt), and segments by way of /proc/PID/fd (pid).
     for namespace in ("ipc", "mnt", "pid"):
         try:
             parts.append(str(os.stat(f"/proc/self/ns/{namespace}").st_ino))

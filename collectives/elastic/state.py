@@ -193,6 +193,7 @@ class ObjectState(State):
         self._saves += 1
 
     def restore(self) -> None:
+        # A copy: training changes the objects, and the next failure has to find the save as it was.
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
@@ -202,6 +203,7 @@ class ObjectState(State):
             self._saved_state = synced
             for name, value in synced.items():
                 setattr(self, name, value)
+            # Other objects than the attributes, which training changes in place.
             self._saved_state = copy.deepcopy(synced)
         self._saves += 1
 
@@ -379,6 +381,7 @@ def merge_news(news: News) -> News:
         return news
     before, latest, changes = news
     removed, added = bool(changes & HostUpdateResult.removed), bool(changes & HostUpdateResult.added)
+    # One collective for all four: float64 has room for the flags, and for seconds since 1970 to a microsecond.
     mine = np.array([before, latest, removed, added], dtype=np.float64)
     request = Request(OpKind.ALLREDUCE, "elastic.news", mine, dtype=DType.F64, reduction=PLAIN[ReduceOp.MAX])
     before, latest, removed, added = _run(request).tolist()

@@ -100,6 +100,7 @@ class PointReader:
         self._offset = offset
         self._alignment = Alignment()
         self._alignment.observe(clock_domain())
+        #: Batches with metrics of hosts whose clock has not been compared yet, oldest first.
         self._held: deque[bytes] = deque()
 
     def read(self, batch: bytes) -> list[Point]:

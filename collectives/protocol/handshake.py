@@ -224,6 +224,7 @@ def _connect_first(where: Address, deadline: Deadline, opened: Opened | None) ->
         except OSError as error:
             sock.close()
             failure = error
+        # `opened` can raise to give up, and Ctrl-C can interrupt the wait: neither may leave the socket open.
         except BaseException:
             sock.close()
             raise
@@ -308,6 +309,7 @@ def _introduce(sock: socket.socket, hello: Hello, where: str, deadline: Deadline
 def _read_exactly(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     pieces = bytearray()
     while len(pieces) < count:
+        # The socket's limit begins again with each recv(): a peer that sends single bytes could prolong the whole.
         deadline.check("the answer to Hello")
         sock.settimeout(deadline.remaining())
         piece = sock.recv(count - len(pieces))

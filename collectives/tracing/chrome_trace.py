@@ -98,10 +98,13 @@ class Tracks:
     def __init__(self) -> None:
         #: Processes and threads of the trace that have a name already.
         self._known: set[tuple[int, int]] = set()
+        #: When the last slice of each lane ends, by process and track.
         self._lane_ends: dict[tuple[int, str], list[int]] = {}
+        #: The open cell of each lane, by rank; ``None`` on a lane that is free.
         self._cells: dict[int, list[OpenCell | None]] = {}
         #: Latest time that was seen on each rank.
         self._latest: dict[int, int] = {}
+        #: Number of the last slice that may overlap others: viewers pair its begin and end by it.
         self._next_id = 0
 
     # -- ranks and their places ---------------------------------------------------------------------------------------
@@ -477,8 +480,10 @@ class ChromeTrace:
         self._unaligned: dict[int, list[RecordBatch]] = {}
         #: Records for which there was no room among these, by rank.
         self._unaligned_lost: dict[int, int] = {}
+        #: Records that were dropped and refused, by rank, as its last batch counts them.
         self._lost: dict[tuple[int, str], int] = {}
         self._cycles: dict[int, tuple[int, int]] = {}
+        #: Number of the last arrow.
         self._flows = 0
         #: When pulls ended that no push has followed yet, and their arrows; by rank, store, server and key.
         self._pulled: dict[tuple[int, int, int, str], deque[tuple[int, int]]] = {}

@@ -55,6 +55,7 @@ class Generations:
                 rows["size"][own & (rows["generation"] == generation)] = self._sizes.get(
                     (process_set, generation), 0
                 )
+        # A message has two members: with the size of its process set it would never count as complete.
         rows["size"][rows["kind"] == OpKind.SENDRECV] = 2
         for _, event in news:
             # Only now: rows before the first change in the batch belong to the generation that was known before.

@@ -179,13 +179,18 @@ class Annotations:
 
     def __init__(self) -> None:
         self.stamp = 0
+        #: The newest annotations by number, each with the stamp of its last change.
         self._annotations: OrderedDict[int, tuple[int, Annotation]] = OrderedDict()
+        #: Number of the next annotation.
         self._next = 0
+        #: Numbers of the annotations of cells that have not ended, by rank and cell.
         self._open: dict[tuple[int, str], int] = {}
+        #: Name for users of the cell that runs on each rank.
         self._running: dict[int, str] = {}
         self._paused: dict[int, tuple[str, int]] = {}  # rank to why, and the number of the mark
         self._waiting: dict[int, int] = {}  # rank to the number of the mark
         self._formed: tuple[int, ...] = ()  # the ranks of the last generation
+        #: The last membership, with which the next one is compared; ``None`` before the first.
         self._membership: Membership | None = None
 
     def all(self) -> list[Annotation]:

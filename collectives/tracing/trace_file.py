@@ -299,6 +299,7 @@ def save_recording(recording: Recording, path: str | os.PathLike[str], format: s
 def write_trace(portions: Iterable[list[TraceEvent]], file: IO[bytes], format: Format) -> None:
     """Write events as one trace. Raises ``OSError``."""
     if format == "json.gz":
+        # Without a name: gzip would write that of the draft, which is random, into the file.
         with gzip.GzipFile("", "wb", GZIP_LEVEL, file, mtime=0) as packed:
             for piece in _json(portions):
                 packed.write(piece)
@@ -401,17 +402,22 @@ class _Reader:
     def __init__(self) -> None:
         self.seen = False
         self._recording = Recording(ROWS_OF_FILE)
+        #: Events that the recording does not have yet, by rank.
         self._waiting: dict[int, list[Event]] = defaultdict(list)
+        #: The slice whose end is the next event of its kind.
         self._begun: TraceEvent | None = None
         # Tensors that were ordered, by rank and when; and the time of the order of the operation that begins next.
         self._ordered: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
         self._queued: dict[tuple[int, int], int] = {}
+        #: The most ranks that have had a part in one operation, by process set.
         self._sizes: dict[int, int] = {}
+        #: Ranks of the newest operations, by process set, sequence and batch.
         self._ranks: dict[tuple[int, int, int], set[int]] = {}
         self._count = 0
 
     def add(self, event: TraceEvent) -> None:
         kind, rank = event["ph"], event["pid"]
+        # No ranks: arrivals and slices of servers repeat events of ranks, and the writer's are about the file.
         if rank >= ARRIVALS_PID:
             return
         if kind == "b":

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from hvdlab.collectives.engine.entries import (
@@ -28,6 +27,7 @@ from hvdlab.collectives.errors import CauseKind, InvalidRequestError, Pending
 from hvdlab.collectives.planes.base import HOST, HostArray, HostArrays, Links, host_view, storage_type
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.protocol.codec import pack
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce import MANY, FoldScratch, is_direct, needs_width
 from hvdlab.collectives.types import DType, OpKind, ReduceOp
@@ -380,7 +380,7 @@ class RequestLayout:
     def __init__(self, request: Request, name: str, member: BoardMember) -> None:
         board, index = member.board, member.index
         shape = () if request.input is None else request.input.shape
-        encoded = msgspec.msgpack.encode(signature_of(request, name, shape))
+        encoded = pack(signature_of(request, name, shape))
         digest = int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
         # DECLINED stands for a member that asks for nothing.
         self.digest = digest if digest != DECLINED else 1

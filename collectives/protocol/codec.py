@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -106,10 +106,32 @@ MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Exceptions of decoding: those for strings that are no UTF-8, and for nesting without end, are Python's own."""
 
 
+def pack(message: msgspec.Struct) -> bytes:
+    r"""Return a message in MessagePack. A half of a surrogate pair, which UTF-8 can't express, is sent as its escape, such as ``\ud800``."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError:
+        # Names are the user's, and names of files need not be UTF-8. An error here, on the control thread, would end the rank.
+        return _encoder.encode(_escaped(msgspec.to_builtins(message, builtin_types=_BYTES)))
+
+
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escaped(key): _escaped(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escaped(item) for item in value]
+    return value
+
+
 def encode(message: Message) -> bytes:
     """Return the whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large to send."""
     try:
-        payload = _encoder.encode(message)
+        payload = pack(message)
     except OverflowError as error:
         raise ProtocolError(f"a {type(message).__name__} can't be sent: {error}") from error
     return encode_frame(payload)

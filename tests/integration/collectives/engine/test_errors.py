@@ -473,3 +473,15 @@ def test_a_root_outside_the_set_is_refused_on_the_rank_itself(two: Ranks) -> Non
 
 def broadcast_from(root: int) -> None:
     hvd.broadcast(np.ones(3), root)
+
+
+def reduces_under_names_that_are_no_utf_8() -> list[float]:
+    name = "loss\ud800"
+    found = [float(hvd.synchronize(hvd.allreduce_async(np.ones(2), name=name, op=hvd.Sum))[0])]
+    found += [float(hvd.allreduce(np.ones(size), name=name, op=hvd.Sum)[0]) for size in (2, 200_000)]
+    return found
+
+
+def test_a_name_with_half_of_a_surrogate_pair_is_a_name_as_any_other(two: Ranks) -> None:
+    assert two.run(reduces_under_names_that_are_no_utf_8) == [[2.0] * 3] * 2
+    assert two.run(total, 1.0) == [[2.0] * 4] * 2

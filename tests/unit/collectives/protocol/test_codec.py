@@ -79,3 +79,13 @@ def test_garbage_is_a_protocol_error(decode: Decode, data: bytes) -> None:
 def test_a_shorter_message_of_an_older_peer_takes_defaults() -> None:
     old = msgspec.msgpack.encode(["Pong", 7])
     assert codec.decode_to_peer(old) == m.Pong(7, 0)
+
+
+def test_halves_of_surrogate_pairs_are_sent_as_their_escapes() -> None:
+    # A name of the user's, and of a file: an error would end the control thread of the rank that sends it.
+    mail = m.Mail("loss\ud800", 1, b"\xff\x00")
+    assert codec.decode_to_peer(payload(mail)) == m.Mail("loss\\ud800", 1, b"\xff\x00")
+    signature = m.Abort(0, 1, "raised", (1,), "a\udc80", "f\udc80.py:3")
+    decoded = codec.decode_to_peer(payload(signature))
+    assert isinstance(decoded, m.Abort)
+    assert (decoded.text, decoded.site, decoded.ranks) == ("a\\udc80", "f\\udc80.py:3", (1,))

@@ -141,7 +141,8 @@ class Tuner:
         counts = self._counts
         for name, nbytes in tensors:
             count = counts.get(name, 0) + 1
-            if len(counts) < _TENSORS:
+            # A tensor that is counted already takes no more room: without its count the sample would never end.
+            if count > 1 or len(counts) < _TENSORS:
                 counts[name] = count
             self._most = max(self._most, count)
             self._bytes += nbytes

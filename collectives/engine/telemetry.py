@@ -197,19 +197,22 @@ class MetricExports:
         self._subscription = subscription
         #: Guards ``_open``: an export is removed once, by its own close() or by that of the engine.
         self._lock = threading.Lock()
+        #: Held while an export takes another one's place: two threads that add the same target at once would both write to it.
+        self._adding = threading.Lock()
         #: Exports that are not closed.
         self._open: list[RankExport] = []
 
     def add(self, exporter: Exporter, names: Iterable[str], all_ranks: bool) -> RankExport:
         """Hand metrics to ``exporter`` from now on, in place of another one with the same target."""
-        # The other one is closed first: two writers of one file or server would mix.
-        # A copy: close() removes the export from the list.
-        for other in list(self._open):
-            if same_target(other.exporter, exporter):
-                other.close(REPLACED_WITHIN)
-        export = RankExport(self, exporter, names, all_ranks)
-        with self._lock:
-            self._open.append(export)
+        with self._adding:
+            # The other one is closed first: two writers of one file or server would mix.
+            # A copy: close() removes the export from the list.
+            for other in list(self._open):
+                if same_target(other.exporter, exporter):
+                    other.close(REPLACED_WITHIN)
+            export = RankExport(self, exporter, names, all_ranks)
+            with self._lock:
+                self._open.append(export)
         if all_ranks:
             self._subscription.add(export.feed)
         else:

@@ -107,9 +107,8 @@ def write_file(path: str, data: bytes) -> None:
             file.write(data)
         return
     # In the same directory, since a rename can't go to another file system. Cut, since a name has 255 bytes at most.
-    descriptor, draft = tempfile.mkstemp(
-        prefix=f".{os.path.basename(place)[:100]}.", dir=os.path.dirname(place)
-    )
+    beginning = os.fsencode(os.path.basename(place))[:100].decode(errors="ignore")
+    descriptor, draft = tempfile.mkstemp(prefix=f".{beginning}.", dir=os.path.dirname(place))
     try:
         with open(descriptor, "wb") as file:
             # mkstemp() opens the file to its user alone, while others may have been able to read the one before.

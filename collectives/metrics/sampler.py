@@ -78,9 +78,11 @@ class ProcessUsage:
         self._before = time.monotonic_ns(), time.process_time_ns()
 
     def sample(self) -> Values:
-        """Return the name and value of each metric, measured now."""
+        """Return the name and value of each metric, measured now; none while the process has no descriptor left to read them with."""
         now, used = time.monotonic_ns(), time.process_time_ns()
         fields = process_status("self")
+        if not fields:
+            return []  # no descriptor is left, at this moment: an error would end the samples for good
         cpu = 100 * (used - self._before[1]) / max(now - self._before[0], 1)
         self._before = now, used
         return [

@@ -56,7 +56,7 @@ class TimelineFile:
         #: Set when the thread is done with the file.
         self._done = threading.Event()
         #: The error that ended the writing.
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         #: Batches that could not be read.
         self._rejected = 0
         #: Bytes of whole events in the file: a file that could not be written to its end is cut here.
@@ -101,7 +101,8 @@ class TimelineFile:
             timeout: Seconds to wait for the disk; ``None`` waits without limit.
 
         Raises:
-            OSError: Writing had failed; the file holds the events that were written before.
+            OSError: Writing had failed; the file holds the events that were written before. So does any other error of the
+                conversion, which would be a fault of hvdlab's.
             TimeoutError: The disk needs longer; the writing goes on.
         """
         self._closing = True
@@ -125,7 +126,7 @@ class TimelineFile:
             self._put(b"[")
             self._loop()
             self._finish()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  (raised by close(); without it, batches would pile up, and close() report success)
             self._error = error
             self._salvage()
             self._discard()

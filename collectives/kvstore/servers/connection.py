@@ -230,8 +230,14 @@ class ServerLink:
         #: Pipe by which other threads wake the watching thread.
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
-        with self._changed:
-            self._recover()
+        try:
+            with self._changed:
+                self._recover()
+        except BaseException:
+            # The watching thread, which closes them otherwise, has not begun.
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
+            raise
         threading.Thread(target=self._watch, name="hvdlab-kv", daemon=True).start()
 
     # -- requests -----------------------------------------------------------------------------------------------------

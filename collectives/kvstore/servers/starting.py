@@ -10,6 +10,7 @@ import fcntl
 import os
 import secrets
 import select
+import shutil
 import socket
 import subprocess
 import sys
@@ -113,8 +114,18 @@ class ServerStarter:
         Raises:
             StartError: The server did not come up.
         """
-        assert settings.coordinator is not None
         directory = tempfile.mkdtemp(prefix="kv", dir=_parent_directory(settings))
+        try:
+            return self._start_in(directory, index, settings, remote=remote, timeout=timeout)
+        except BaseException:
+            # It has the secrets of the server and of the job, and no server that would remove it.
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _start_in(
+        self, directory: str, index: int, settings: Settings, *, remote: bool, timeout: float
+    ) -> ServerAddress:
+        assert settings.coordinator is not None
         certificate = key = tls_address = ""
         if remote:
             certificate, key = new_certificate(settings.address)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from hvdlab.collectives import autotune
 from hvdlab.collectives.autotune import (
     AXES,
     LEAST_SECONDS,
@@ -174,3 +175,13 @@ def test_a_setting_between_the_values_to_try_stays_if_it_is_the_fastest() -> Non
     tuner = Tuner(TuningOptions(0, 10, 20), given)
     drive(tuner, lambda parameters: 2e8 if parameters == given else 1e8)
     assert tuner.parameters == given
+
+
+def test_a_sample_of_more_tensors_than_are_counted_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "_TENSORS", 4)
+    tuner = Tuner(TuningOptions(0, 3, 5), START)
+    tuner.executed([("before", 100)])
+    assert tuner.advance(0.0) is None
+    for _ in range(3):
+        tuner.executed([(name, 100) for name in range(8)])
+    assert tuner.advance(10 * LEAST_SECONDS) is not None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,3 +76,31 @@ def test_an_interrupt_comes_through_and_the_cause_is_logged() -> None:
         (texts,) = ranks.run(interrupt_while_the_server_is_gone, timeout=60)
     assert texts
     assert all("no space left on device" in text for text in texts)
+
+
+def start_servers_that_do_not_come_up(directory: str) -> tuple[list[str], int]:
+    """Return the files and the number of descriptors that are left over."""
+    tempfile.tempdir = directory
+    ensure = starting.ServerStarter.ensure_running
+    starting._parent_directory = lambda settings: directory
+
+    def full(self: Any, address: Any, timeout: float) -> None:
+        raise StartError("no space left on device")
+
+    starting.ServerStarter.ensure_running = full  # type: ignore[method-assign]
+    left = 0
+    try:
+        for number in range(3):
+            with pytest.raises(StartError, match="no space left on device"):
+                kvstore.create("dist_async")
+            if number == 0:
+                left = -len(os.listdir("/proc/self/fd"))
+        left += len(os.listdir("/proc/self/fd"))
+    finally:
+        starting.ServerStarter.ensure_running = ensure  # type: ignore[method-assign]
+    return os.listdir(directory), left
+
+
+def test_a_server_that_did_not_come_up_leaves_no_secrets_on_the_disk(tmp_path: Path) -> None:
+    with Ranks(1) as ranks:
+        assert ranks.run(start_servers_that_do_not_come_up, str(tmp_path)) == [([], 0)]

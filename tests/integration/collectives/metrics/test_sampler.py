@@ -15,6 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
+from hvdlab.collectives.metrics import sampler
 from hvdlab.collectives.metrics.sampler import ProcessUsage, Sampler, Source, Thinning, Values
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.recording import Recording
@@ -235,3 +236,11 @@ def test_a_forked_child_does_not_sample() -> None:
         os._exit(len(sampler_threads()))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     context.shutdown()
+
+
+def test_a_moment_without_descriptors_leaves_a_sample_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = ProcessUsage()
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler, "process_status", lambda pid: [])
+        assert usage.sample() == []
+    assert len(usage.sample()) == 3

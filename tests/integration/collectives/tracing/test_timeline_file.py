@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import signal
@@ -214,3 +215,15 @@ def test_the_file_holds_what_the_converter_gave(tmp_path: Path) -> None:
     zero = written[0]["args"].pop("start_time_since_epoch_in_micros")
     assert abs(zero / 1e6 + time.monotonic() - time.time()) < 10
     assert written == expected + trace.close()
+
+
+def test_an_error_of_the_conversion_is_raised_by_close_and_nothing_piles_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = TimelineFile.start(tmp_path / "trace.json")
+    monkeypatch.setattr(file._trace, "feed", lambda *_: 1 / 0)
+    for rank, data in steps(2, 20):
+        file.feed(rank, data)
+    with pytest.raises(ZeroDivisionError):
+        file.close()
+    assert json.loads((tmp_path / "trace.json").read_text()) == []

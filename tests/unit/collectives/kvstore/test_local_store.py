@@ -681,3 +681,10 @@ def test_a_new_file_gets_the_permissions_of_the_umask_which_is_not_changed(
             assert _mode_of(str(tmp_path / "states")) == 0o640
     finally:
         os.umask(old)
+
+
+def test_states_are_saved_under_the_longest_name_that_the_disk_takes(tmp_path: Path) -> None:
+    path = tmp_path / ("状" * 85)  # 255 bytes in UTF-8
+    optimizer_state.write_file(str(path), b"states")
+    assert path.read_bytes() == b"states"
+    assert os.listdir(tmp_path) == [path.name]

@@ -428,6 +428,8 @@ class Campaign:
         # A trial of a wrapped model ends the generation, and with it each rank's context of Gloo: threads, sockets and pipes
         # that the next collective opens again. Ranks are counted with a context, at every trial.
         self.values("training.check()")
+        if self.inner:
+            self.values("wrapped.drop_aborted()")
         self.values("training.forget()")
         left = self.values(
             "training.forget()"

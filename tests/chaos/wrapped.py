@@ -152,6 +152,13 @@ class Wrapped(Victim):
         """Give up all operations in flight, of which there are none. Called by one rank when all others are done."""
         self._group.abort()
 
+    def drop_aborted(self) -> None:
+        """Close the connections that a watched group keeps of the inner group that was aborted last, which are more or fewer each time.
+
+        How many of them Gloo has closed before the abort finds them depends on the moment. Called once no rank can send in it any more.
+        """
+        self._group._aborted = None
+
 
 def _start_threads() -> None:
     """Start all threads that futures may ever end on: one that is started later would be taken for a leak."""

@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import (
-    CauseKind,
     Disagreement,
     InvalidRequestError,
     MismatchError,
@@ -150,11 +149,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """Give up the operations in flight, on all ranks; the group stays usable."""
-        self._request_end(CauseKind.WITHDRAWN, f"rank {self._engine.rank} called abort()")
-
-    def _request_end(self, kind: CauseKind, text: str) -> None:
-        """Have the coordinator end the present generation of the process set on all ranks. Any thread."""
-        self._engine.withdraw(text, self._calls.process_set, kind)
+        self._engine.withdraw(f"rank {self._engine.rank} called abort()", self._calls.process_set)
 
     def shutdown(self) -> None:
         """Refuse further operations. The process set stays, for later groups of the same ranks."""

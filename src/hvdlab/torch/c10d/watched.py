@@ -627,9 +627,10 @@ class WatchedGroup(HvdlabProcessGroup):
             if now - max(work.began, work.reported) >= late:
                 self._report_late(work, now)
         request = generation.end_request
-        # One for a generation that has ended meanwhile changes nothing at the coordinator.
+        # Control thread: as long as this is the present generation here, the request can't reach the next one.
         if request is not None and now - request.sent >= self._late:
-            self._request_end(request.kind, request.text)
+            generation.end_request = request._replace(sent=now)
+            self._engine.withdraw(request.text, self.process_set, CauseKind.TIMEOUT)
         return self._pause() if flying or generation.end_request is not None else 0.0
 
     def cell_failed(self, cell: str) -> None:
@@ -771,7 +772,7 @@ class WatchedGroup(HvdlabProcessGroup):
         self._send(mail, [rank for rank in inquiry.members if rank in self._engine.living])
         if verdict.parties:
             text = f"the ranks disagreed about launch {inquiry.number} of {self._calls}"
-            self._request_end(CauseKind.MISMATCH, text)
+            self._engine.withdraw(text, self.process_set, CauseKind.MISMATCH)
 
     def _on_verdict(self, generation: Generation, mail: LaunchVerdict) -> None:
         channel, number = mail.channel, mail.number
@@ -847,31 +848,29 @@ class WatchedGroup(HvdlabProcessGroup):
         for work in generation.flying:
             if work.failure and (work.slot.channel, work.slot.number) == (channel, number):
                 text = f"torch's {self.inner_kind} failed on rank {self._engine.rank}: {work.failure}"
-                self._request_end(CauseKind.PLANE_FAILED, text)
+                self._engine.withdraw(text, self.process_set, CauseKind.PLANE_FAILED)
                 return
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def give_up(self, work: WatchedWork, seconds: float) -> None:
-        """Have all ranks give up the launches in flight, since a wait has exceeded its limit."""
-        text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
-        self._request_end(CauseKind.TIMEOUT, text)
-
-    def withdraw_interrupted(self) -> None:
-        """Have all ranks give up the launches in flight, since the user interrupts this rank."""
-        self._request_end(CauseKind.INTERRUPTED, f"rank {self._engine.rank} was interrupted")
-
-    def _request_end(self, kind: CauseKind, text: str) -> None:
-        """Have the coordinator end the generation, and with it this inner group, on all ranks. Any thread.
+        """Have all ranks give up the launches in flight, since a wait has exceeded its limit. Any thread; the end comes later.
 
         A request can be lost with the coordinator, and neither its successor nor the core of this rank repeats it: nothing is pending in the
         core. So :meth:`look` repeats it until the generation has ended.
         """
-        # Before it is sent: if the coordinator dies in between, a later look finds it.
-        self._generation.end_request = EndRequest(kind, text, time.monotonic())
-        super()._request_end(kind, text)
-        # A thread that waits for the end has no launch of its own that would bring about a look.
+        text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
+        # Before it is sent: if the coordinator dies in between, a later look finds it. At the work's own generation: if that has ended by
+        # now, no look may end the next one.
+        work.generation.end_request = EndRequest(text, time.monotonic())
+        self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
         self._watch.look_later(self._pause())
+
+    def withdraw_interrupted(self) -> None:
+        """Have all ranks give up the launches in flight, since the user interrupts this rank."""
+        self._engine.withdraw(
+            f"rank {self._engine.rank} was interrupted", self.process_set, CauseKind.INTERRUPTED
+        )
 
     def interrupted(self) -> None:
         """Give up the operations for which C++ may be waiting, since the user interrupts this rank. Control thread."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlab.collectives.engine.entries import Handle
-from hvdlab.collectives.errors import CauseKind, CollectiveError, HvdlabError
+from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.torch.c10d.inner_groups import InnerGroup
 from hvdlab.torch.c10d.launch_ring import LaunchSlot, Verdict
@@ -51,9 +51,8 @@ class WorkSupervisor(Protocol):
 
 
 class EndRequest(NamedTuple):
-    """Request of this rank to the coordinator to end a generation on all ranks: its cause, and when it was sent last (monotonic seconds)."""
+    """Request of this rank to the coordinator to end a generation, since a wait was given up: its text, and when it was sent last (monotonic)."""
 
-    kind: CauseKind
     text: str
     sent: float
 

@@ -101,8 +101,12 @@ def renamed(error: Exception, operation: str, why: str = "", about: str = "") ->
         about: The part of a model that ``operation`` ends with; it is removed from the call sites, where it would stand again.
     """
     if type(error) is AbortedError:
+        # Ranks that wait in torch's own calls, such as dist.new_group, have the call's name for a site: it would stand twice in the text.
+        sites = {
+            rank: "" if site == operation else site.removesuffix(about)
+            for rank, site in error.pending.sites.items()
+        }
         # With a name that ends so, the error's text shows only the collective.
-        sites = {rank: site.removesuffix(about) for rank, site in error.pending.sites.items()}
         pending = dataclasses.replace(
             error.pending, collective=operation, name=f"{operation}.noname", sites=sites
         )

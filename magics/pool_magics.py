@@ -288,11 +288,12 @@ def _ready(pool: Pool, how: str = "") -> str:
     """Return ``rank 0 is ready``, of the ranks that live; a clause names those that are lost."""
     ranks = ranks_of(pool)
     lost = format_ranks(list(pool.lost))
-    also = (
-        f"; {lost} {'is' if len(pool.lost) == 1 else 'are'} lost, `%hvd_pool repair` replaces them"
-        if pool.lost
-        else ""
+    fate = (
+        "is lost, `%hvd_pool repair` replaces it"
+        if len(pool.lost) == 1
+        else "are lost, `%hvd_pool repair` replaces them"
     )
+    also = f"; {lost} {fate}" if pool.lost else ""
     ready = (
         f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} ready{how}" if ranks else "no rank lives"
     )

@@ -127,15 +127,22 @@ class RankStdin:
         what = _WHAT[kind]
         if os.getpid() != self._pid:
             raise StdinNotImplementedError(f"{what} can't ask from a process that the cell has forked")
-        if self._cell in ("", self._settled) or self._nobody:
-            raise StdinNotImplementedError(NO_NOTEBOOK.format(what=what))
+        # Once: the main thread may end this cell, and begin the next, while another thread is in here.
+        cell = self._cell
+        self._check_answerable(cell, what)
         # As Python's own input() does: the cell may have put a stream with a buffer there.
         sys.stdout.flush()
         sys.stderr.flush()
         # The output before the question reaches the notebook before it.
         self._flush()
-        request = PromptRequest(self._cell, next(self._numbers), kind, _shown(prompt))
+        request = PromptRequest(cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[request.number] = _Waiting(request)
+        try:
+            # Once more, after the entry in _waiting: an end that comes now is seen here, or _end_all() finds the entry.
+            self._check_answerable(cell, what)
+        except StdinNotImplementedError:
+            del self._waiting[request.number]
+            raise
         # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
         # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
         interrupted = self._interrupted_cell == request.cell and (kind == DEBUGGER or not self._interrupted())
@@ -164,6 +171,11 @@ class RankStdin:
         if reply.error:
             raise StdinNotImplementedError(reply.error.format(what=what))
         return reply.text
+
+    def _check_answerable(self, cell: str, what: str) -> None:
+        """Raise an error if a question of this cell gets no answer: the cell has ended, or no notebook waits for it."""
+        if cell in ("", self._settled) or cell != self._cell or self._nobody:
+            raise StdinNotImplementedError(NO_NOTEBOOK.format(what=what))
 
     # -- the cell; the main thread --------------------------------------------------------------------------------
 

@@ -7,10 +7,11 @@ import cmd
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
+from IPython.core.error import StdinNotImplementedError
 
 from hvdlab.kernel_ext.rank.debugger import POST_MORTEM
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
@@ -208,6 +209,47 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
         prompting.input("x")
     prompting.cell_ended()
     assert engine.paused == 0
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        RankStdin.cell_ended,
+        lambda prompting: prompting.discard_cell("c"),
+        lambda prompting: prompting.set_owner_present(False),
+    ],
+    ids=["ended", "discarded", "deserted"],
+)
+def test_question_whose_cell_ends_before_it_opens_is_not_asked(
+    end: Callable[[RankStdin], None],
+) -> None:
+    class Engine:
+        def pause(self, reason: str = "") -> None: ...
+        def resume(self, reason: str = "") -> None: ...
+
+    asked: list[object] = []
+
+    def post(mail: object) -> None:
+        asked.append(mail)
+        if isinstance(mail, PromptRequest):
+            prompting.answered(PromptReply(mail.number, "of no cell"))  # the thread would wait for ever
+
+    # The output before a question is sent between the first look at the cell and the question's entry.
+    prompting = RankStdin(Engine(), post, lambda: end(prompting), lambda: False)
+    prompting.cell_begins("c")
+    raised: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            prompting.input("x")
+        except StdinNotImplementedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert raised
+    assert not asked
 
 
 def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_handle_an_interrupt(

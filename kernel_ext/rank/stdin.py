@@ -88,9 +88,9 @@ class RankStdin:
         self._numbers = itertools.count(time.time_ns() // 1000)
         #: Open questions by number. The threads that ask add and remove them, other threads end them.
         self._waiting: dict[int, _Waiting] = {}
-        self._pauses = (
-            0  # pauses of the engine that are open; an interrupt may have kept one from being ended
-        )
+        #: The main thread's questions that pause the engine; an interrupt may have kept one from ending its pause. No interrupt
+        #: comes to other threads, so each of them ends its own.
+        self._pauses: set[int] = set()
         #: Whether no process uses the pool: a question would have no answer.
         self._nobody = False
         self._settled = ""  # a cell that the pool does not wait for any more
@@ -150,9 +150,10 @@ class RankStdin:
             del self._waiting[request.number]
             raise KeyboardInterrupt
         try:
-            # Counted first: after an interrupt in between, cell_ended() resumes once too often, which has no
+            # Noted first: after an interrupt in between, cell_ended() resumes once too often, which has no
             # effect. The other way round the engine would stay paused.
-            self._pauses += 1
+            if waiting.on_main:
+                self._pauses.add(request.number)
             self._engine.pause(AT_A_PROMPT)
             self._post(request)
             waiting.ended.wait()
@@ -161,7 +162,8 @@ class RankStdin:
             if waiting.reply is None or waiting.reply.error == INTERRUPTED:
                 self._post(PromptWithdrawn(request.cell, request.number))
             self._engine.resume(AT_A_PROMPT)
-            self._pauses -= 1
+            # By its number, not by a count: an interrupt may have come before it was noted.
+            self._pauses.discard(request.number)
         reply = waiting.reply
         assert reply is not None
         if reply.error == INTERRUPTED:
@@ -187,8 +189,8 @@ class RankStdin:
         """From now on no question of this cell gets an answer, also if another thread of the cell asks."""
         self._cell = self._interrupted_cell = ""
         self._end_all(NO_NOTEBOOK)
-        while self._pauses > 0:
-            self._pauses -= 1
+        while self._pauses:
+            self._pauses.pop()
             self._engine.resume(AT_A_PROMPT)
 
     # -- the control thread ---------------------------------------------------------------------------------------

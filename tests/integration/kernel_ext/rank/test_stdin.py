@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bdb
 import cmd
+import contextlib
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     SetOwner,
 )
+from support.patience import PATIENCE
 
 if TYPE_CHECKING:
     from integration.kernel_ext.rank.conftest import Pool, Ran, Rank
@@ -207,6 +209,50 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
     prompting.cell_begins("c")
     with pytest.raises(KeyboardInterrupt):
         prompting.input("x")
+    prompting.cell_ended()
+    assert engine.paused == 0
+
+
+def test_thread_that_resumes_after_its_cell_hides_no_later_pause() -> None:
+    over, open_now = threading.Event(), threading.Event()
+
+    class Engine:
+        paused, interrupts = 0, 1
+
+        def pause(self, reason: str = "") -> None:
+            self.paused += 1
+
+        def resume(self, reason: str = "") -> None:
+            if threading.current_thread() is not threading.main_thread():
+                assert over.wait(PATIENCE)
+            elif over.is_set() and self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            self.paused = max(0, self.paused - 1)
+
+    def post(mail: object) -> None:
+        if isinstance(mail, PromptRequest) and mail.cell == "second":
+            prompting.answered(PromptReply(mail.number, "yes"))
+        open_now.set()
+
+    engine = Engine()
+    prompting = RankStdin(engine, post, lambda: None, lambda: False)
+
+    def ask() -> None:
+        with contextlib.suppress(StdinNotImplementedError):
+            prompting.input("x")
+
+    prompting.cell_begins("first")
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert open_now.wait(PATIENCE)
+    prompting.cell_ended()
+    over.set()
+    thread.join()
+    assert engine.paused == 0
+    prompting.cell_begins("second")
+    with pytest.raises(KeyboardInterrupt):
+        prompting.input("y")
     prompting.cell_ended()
     assert engine.paused == 0
 

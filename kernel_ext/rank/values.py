@@ -115,14 +115,21 @@ def pull(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]]:
 
 
 def _pull_alone(shell: Any, request: PullValue) -> tuple[Value, list[memoryview]]:
-    parts, error = _evaluate(shell, request.names[0], dump_parts)
-    if parts is None:
+    packed, error = _evaluate(shell, request.names[0], _pack_alone)
+    if packed is None:
         return Value(request.ticket, (None,), (error,)), []
+    raw, parts = packed
+    return Value(request.ticket, (raw,), ("",), tuple(part.nbytes for part in parts)), parts
+
+
+def _pack_alone(value: Any) -> tuple[bytes | None, list[memoryview]]:
+    """Return the pickle of a value that fits into one message, or the parts of a larger one."""
+    parts = dump_parts(value)
     if sum(part.nbytes for part in parts) > INLINE:
-        return Value(request.ticket, (None,), ("",), tuple(part.nbytes for part in parts)), parts
-    # Once more, with the buffers in the pickle: it fits into one message, and needs no transfer.
-    raw, error = _evaluate(shell, request.names[0], dump)
-    return Value(request.ticket, (raw,), (error,)), []
+        return None, parts
+    # Pickled once more, with the buffers in the pickle: it needs no transfer. Not evaluated once more: `next(it)` has another
+    # value then.
+    return dump(value), []
 
 
 def _evaluate(shell: Any, name: str, pack: Callable[[Any], T]) -> tuple[T | None, str]:

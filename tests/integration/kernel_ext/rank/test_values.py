@@ -154,6 +154,16 @@ def test_pulled_values_come_by_name(rank: Rank) -> None:
     rank.play(script)
 
 
+def test_pulled_expression_of_small_value_is_evaluated_once(rank: Rank) -> None:
+    rank.run("numbers = iter(range(10))")
+
+    def script(pool: Pool) -> None:
+        assert load(pool.ask(PullValue(1, ("next(numbers)",)), Value).pickles[0]) == 0
+        assert load(pool.ask(PullValue(2, ("next(numbers)",)), Value).pickles[0]) == 1
+
+    rank.play(script)
+
+
 def test_values_wait_for_the_cell(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         pool.start("import time; x = 1; time.sleep(0.01); x = 2")

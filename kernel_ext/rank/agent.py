@@ -329,7 +329,8 @@ class RankAgent:
         answer = self._outgoing.cached_reply(ticket) or self._comparing.cached_reply(ticket)
         if answer is not None:
             self._reply(answer)
-        elif all(getattr(job, "ticket", None) != ticket for job in (self._job, *self._jobs)):
+        # The queue first, as _work() notes a job before it removes it from there: in one of the two it is found.
+        elif all(getattr(job, "ticket", None) != ticket for job in (*self._jobs, self._job)):
             self._enqueue(request)
 
     def _discard(self, cell: str) -> None:
@@ -413,7 +414,9 @@ class RankAgent:
             # Before the queue is looked at: a job that is queued after the look sets the event again.
             self._arrived.clear()
             while self._jobs and not self._leaving:
-                job = self._job = self._jobs.popleft()
+                # Noted before it leaves the queue: a request that comes again in between is in both, instead of in neither.
+                job = self._job = self._jobs[0]
+                self._jobs.popleft()
                 async with self._turn:
                     await self._do(job)
                 self._job = None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import pickle
+import threading
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -160,6 +163,66 @@ def test_pulled_expression_of_small_value_is_evaluated_once(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         assert load(pool.ask(PullValue(1, ("next(numbers)",)), Value).pickles[0]) == 0
         assert load(pool.ask(PullValue(2, ("next(numbers)",)), Value).pickles[0]) == 1
+
+    rank.play(script)
+
+
+def answer_to(ticket: int, pool: Pool) -> Value:
+    while (value := pool.expect(Value)).ticket != ticket:
+        pass
+    return value
+
+
+def test_request_repeated_as_it_leaves_the_queue_is_done_once(rank: Rank) -> None:
+    rank.run("numbers = iter(range(10))")
+    request = PullValue(1, ("next(numbers)",))
+    repeated = [request]
+
+    class Jobs(deque[Any]):
+        def popleft(self) -> Any:
+            job = super().popleft()
+            if repeated:
+                rank.engine.mail(repeated.pop())
+                rank.engine.settle()
+            return job
+
+    rank.agent._jobs = Jobs()
+
+    def script(pool: Pool) -> None:
+        pool.ask(request, Value)
+        pool.engine.mail(PullValue(2, ("next(numbers)",)))
+        assert load(answer_to(2, pool).pickles[0]) == 1
+
+    rank.play(script)
+
+
+def test_request_repeated_as_its_work_begins_is_done_once(rank: Rank) -> None:
+    rank.run("import threading\nnumbers, begun, go = iter(range(10)), threading.Event(), threading.Event()")
+    names = rank.shell.user_ns
+    request = PullValue(1, ("(begun.set(), go.wait(), next(numbers))[-1]",))
+    looked_at = threading.Event()
+
+    class Jobs(deque[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            if request in tuple(super().__iter__()):
+                looked_at.set()
+                assert names["begun"].wait(PATIENCE)
+            return super().__iter__()
+
+        def popleft(self) -> Any:
+            if self[0] == request:
+                assert looked_at.wait(PATIENCE)
+            return super().popleft()
+
+    rank.agent._jobs = Jobs()
+
+    def script(pool: Pool) -> None:
+        for _ in range(2):
+            pool.engine.mail(request)
+        pool.engine.settle()
+        names["go"].set()
+        pool.engine.mail(PullValue(2, ("next(numbers)",)))
+        assert load(answer_to(2, pool).pickles[0]) == 1
 
     rank.play(script)
 

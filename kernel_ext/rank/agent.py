@@ -73,6 +73,7 @@ from hvdlab.kernel_ext.wire.values import (
     ReleaseTransfer,
     SnapshotLoaded,
     TakeSnapshot,
+    Value,
     WriteChunk,
 )
 
@@ -137,6 +138,8 @@ class RankAgent:
         self._jobs: deque[RunCell | RankRequest] = deque()
         #: The work that the main thread has begun: a request that comes twice must not be queued again.
         self._job: RunCell | RankRequest | None = None
+        #: The last answer to a push, or to a pull that needs no transfer: the pool asks again where it was lost with a coordinator.
+        self._answered: Acked | Value | None = None
         self._outgoing, self._incoming = OutgoingTransfers(loop), IncomingTransfers()
         self._comparing = CompareServer(
             shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
@@ -324,13 +327,17 @@ class RankAgent:
 
     @_control.handles(PushValue, PullValue, LoadSnapshot, OpenComparison, EvaluateExpressions)
     def _queue_request(self, request: RankRequest) -> None:
-        """Queue a request for the main thread. It can come twice: repeat an answer whose transfer is open, otherwise do it once."""
+        """Queue a request for the main thread. It can come twice: repeat its answer if that is kept, otherwise do it once."""
         ticket = request.ticket
+        # The queue first, as _work() notes a job before it removes it from there: in one of the two it is found. The answers
+        # last: the job may end meanwhile, and has its answer then.
+        queued = any(getattr(job, "ticket", None) == ticket for job in (*self._jobs, self._job))
         answer = self._outgoing.cached_reply(ticket) or self._comparing.cached_reply(ticket)
         if answer is not None:
             self._reply(answer)
-        # The queue first, as _work() notes a job before it removes it from there: in one of the two it is found.
-        elif all(getattr(job, "ticket", None) != ticket for job in (*self._jobs, self._job)):
+        elif (answered := self._answered) is not None and answered.ticket == ticket:
+            self._reply(answered)
+        elif not queued:
             self._enqueue(request)
 
     def _discard(self, cell: str) -> None:
@@ -466,7 +473,7 @@ class RankAgent:
 
     @_main.handles(PushValue)
     async def _push(self, request: PushValue) -> None:
-        self._reply(values.push(self._shell, request, self._incoming.pop))
+        self._answer_once(values.push(self._shell, request, self._incoming.pop))
 
     @_main.handles(PullValue)
     async def _pull(self, request: PullValue) -> None:
@@ -478,9 +485,15 @@ class RankAgent:
             return
         if parts:
             self._outgoing.offer(answer, parts)
-        self._reply(answer)
-        if parts:
+            self._reply(answer)
             await self._outgoing.released(answer.ticket)
+        else:
+            self._answer_once(answer)
+
+    def _answer_once(self, answer: Acked | Value) -> None:
+        """Answer, and keep the answer for a repeated request: a second push finds no parts, a second pull may have another value."""
+        self._answered = answer
+        self._reply(answer)
 
     @_main.handles(OpenComparison)
     async def _open_comparison(self, request: OpenComparison) -> None:

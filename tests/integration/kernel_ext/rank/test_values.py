@@ -227,6 +227,31 @@ def test_request_repeated_as_its_work_begins_is_done_once(rank: Rank) -> None:
     rank.play(script)
 
 
+def test_pull_repeated_after_its_answer_gets_the_same_value(rank: Rank) -> None:
+    rank.run("numbers = iter(range(10))")
+
+    def script(pool: Pool) -> None:
+        value = pool.ask(PullValue(1, ("next(numbers)",)), Value)
+        assert pool.ask(PullValue(1, ("next(numbers)",)), Value) == value
+        assert load(pool.ask(PullValue(2, ("next(numbers)",)), Value).pickles[0]) == 1
+
+    rank.play(script)
+
+
+def test_push_repeated_after_its_answer_is_answered_the_same(rank: Rank) -> None:
+    parts = dump_parts((7,))
+    sizes = tuple(part.nbytes for part in parts)
+
+    def script(pool: Pool) -> None:
+        for number, part in enumerate(parts):
+            assert pool.ask(WriteChunk(number, 1, sizes, number, 0, bytes(part)), Acked).error == ""
+        for _ in range(2):
+            assert pool.ask(PushValue(50, ("x",), (), 1), Acked) == Acked(50)
+        assert pool.run("x").done.value_repr == "7"
+
+    rank.play(script)
+
+
 def test_values_wait_for_the_cell(rank: Rank) -> None:
     def script(pool: Pool) -> None:
         pool.start("import time; x = 1; time.sleep(0.01); x = 2")

@@ -465,6 +465,10 @@ class OutputQueue:
     def _drain_fds(self) -> None:
         fds = self._fds
         assert fds is not None
+        # A finalizer prints on a thread that owns `_lock`: the thread that reads now would wait for it, and this one for the pipes.
+        # What is in them comes after the finalizer's text then.
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
+            return
         with fds.lock:
             self._put_pieces(fds.read(self._room_for_pipes(), self._receive_for_window))
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -27,6 +27,7 @@ from hvdlab.kernel_ext.rank.output import (
     set_current_cell,
     window_of,
 )
+from hvdlab.kernel_ext.rank.pipes import FdCapture, PipeText
 from hvdlab.kernel_ext.wire import codec
 from hvdlab.kernel_ext.wire.cells import (
     Acknowledge,
@@ -236,6 +237,37 @@ def test_a_finalizer_may_print_anywhere(capture: OutputQueue, sent: Sent) -> Non
     with capture._lock:  # as if the collector ran inside of write
         capture.write("stdout", "from __del__")
     capture.flush()
+    assert sent.text == "from __del__"
+
+
+def test_finalizer_that_prints_under_the_lock_waits_for_no_reader(sent: Sent) -> None:
+    reading, owned = threading.Event(), threading.Event()
+    got: list[bool] = []
+
+    class Pipes:
+        readers = ()
+        lock = threading.RLock()
+
+        def read(self, limit: int, receive: object) -> Iterator[PipeText]:
+            if threading.current_thread() is reader:
+                reading.set()
+                assert owned.wait(PATIENCE)
+                got.append(capture._lock.acquire(timeout=PATIENCE))  # as for each piece
+                if got[0]:
+                    capture._lock.release()
+            return iter(())
+
+    capture = OutputQueue(sent, fds=cast(FdCapture, Pipes()))
+    capture.start()
+    reader = threading.Thread(target=capture._drain_fds)
+    reader.start()
+    assert reading.wait(PATIENCE)
+    with capture._lock:  # as if the collector ran inside of acknowledge
+        owned.set()
+        capture.write("stdout", "from __del__")
+    reader.join()
+    capture.close()
+    assert got == [True]
     assert sent.text == "from __del__"
 
 

@@ -662,8 +662,12 @@ class OwnerWatch:
             return
         self.close(selector)
         pid, started, near = named
-        # With the time of its start: the number may belong to another process by now.
-        self._descriptor = open_process(pid, started) if pid and near else -1
+        try:
+            # With the time of its start: the number may belong to another process by now.
+            self._descriptor = open_process(pid, started) if pid and near else -1
+        except OSError:
+            # No descriptor is left, for example: the process counts as there, unwatched, and the thread that sends goes on.
+            near = False
         self.absent = self._descriptor < 0 and (near or not pid)
         if self._descriptor >= 0:
             selector.register(self._descriptor, selectors.EVENT_READ)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import subprocess
 import threading
 from typing import TYPE_CHECKING
 
+import pytest
+
 from hvdlab.kernel_ext.notebook.cells.dispatch import MessageFate, ReceiveWindow
+from hvdlab.kernel_ext.rank import output
 from hvdlab.kernel_ext.rank.output import WINDOW, OutputQueue, OwnerWatch
 from hvdlab.kernel_ext.rank.output_log import UNATTENDED, OutputLog
 from hvdlab.kernel_ext.wire.cells import (
@@ -246,6 +250,21 @@ def test_a_process_of_another_host_counts_as_there_until_the_rank_learns_otherwi
         attendance.set_owner(0, 0)
         attendance.update(selector)
         assert attendance.absent
+
+
+def test_process_that_cannot_be_watched_counts_as_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(pid: int, started: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    attendance = OwnerWatch()
+    with selectors.DefaultSelector() as selector:
+        attendance.set_owner(0, 0)
+        attendance.update(selector)
+        monkeypatch.setattr(output, "open_process", no_descriptor)
+        attendance.set_owner(*me())
+        attendance.update(selector)
+        assert not attendance.absent
+        assert not selector.get_map()
 
 
 def me() -> tuple[int, int]:

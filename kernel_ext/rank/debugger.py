@@ -333,7 +333,7 @@ class DebugServer:
                 ).encode()
             )
             self._on_main(self._untrace)
-        self._set_stopped(set())
+        self._go_on(None)
 
     def _untrace(self) -> None:
         if self._server is not None and not self._session:
@@ -346,10 +346,10 @@ class DebugServer:
         event = said.get("event") if said.get("type") == "event" else ""
         thread = (said.get("body") or {}).get("threadId", 0)
         if event == "stopped":
-            self._set_stopped(self._stopped | {thread})
+            self._stop(thread)
         elif event == "continued":
             everything = (said.get("body") or {}).get("allThreadsContinued")
-            self._set_stopped(set() if everything else self._stopped - {thread})
+            self._go_on(None if everything else thread)
         if said.get("type") == "response" and said.get("command") == "threads":
             threads = (said.get("body") or {}).get("threads", ())
             self._main = next((one["id"] for one in threads if one["name"] == "MainThread"), self._main)
@@ -357,13 +357,25 @@ class DebugServer:
         if session:
             self._post(DEBUG, encode(DebugMessage(session, message)))
 
-    def _set_stopped(self, threads: set[int]) -> None:
+    def _stop(self, thread: int) -> None:
+        # The set is made under the lock: the server's thread, the main one and _work() change it.
         with self._lock:
-            before, self._stopped = self._stopped, threads
-            (self._over.clear if threads else self._over.set)()
-            # Only on a change: pauses of the engine add up, and each needs its own resume.
-            if bool(before) != bool(threads):
-                self._paused(bool(threads))
+            # An event that was on its way when the session ended: _end() lets all go on, and no event of that follows.
+            if self._session:
+                self._set_stopped(self._stopped | {thread})
+
+    def _go_on(self, thread: int | None) -> None:
+        """Record that a thread goes on; all of them do if it is None."""
+        with self._lock:
+            self._set_stopped(set() if thread is None else self._stopped - {thread})
+
+    def _set_stopped(self, threads: set[int]) -> None:
+        """Set which threads are stopped. The caller holds the lock."""
+        before, self._stopped = self._stopped, threads
+        (self._over.clear if threads else self._over.set)()
+        # Only on a change: pauses of the engine add up, and each needs its own resume.
+        if bool(before) != bool(threads):
+            self._paused(bool(threads))
 
     # -- main thread ----------------------------------------------------------------------------------------------
 

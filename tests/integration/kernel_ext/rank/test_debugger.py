@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from hvdlab.kernel_ext.rank.debugger import load
+from hvdlab.kernel_ext.rank.debugger import DebugServer, load
 
 PARTS = """\
 import sys
@@ -32,3 +36,51 @@ def test_importing_it_survives_that_the_path_is_put_back_meanwhile(
     assert sys.path == path
     with pytest.raises(ValueError, match="not in list"):
         load("always_torn")
+
+
+def event(kind: str, thread: int) -> bytes:
+    return json.dumps({"type": "event", "seq": 0, "event": kind, "body": {"threadId": thread}}).encode()
+
+
+class MeanwhileLock:
+    """Lock in front of which another thread is faster once."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._meanwhile = [meanwhile]
+
+    def __enter__(self) -> None:
+        if self._meanwhile:
+            self._meanwhile.pop()()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.fixture
+def pauses() -> list[bool]:
+    return []
+
+
+@pytest.fixture
+def server(pauses: list[bool]) -> DebugServer:
+    """Return the server of a rank in a session, one of whose threads has stopped."""
+    server = DebugServer(lambda topic, body: None, lambda work: None, dict, pauses.append)
+    server._session = 1
+    server._take(event("stopped", 1))
+    return server
+
+
+def test_thread_that_goes_on_while_another_stops_is_not_stopped(server: DebugServer) -> None:
+    server._lock = cast(Any, MeanwhileLock(lambda: server._take(event("continued", 1))))
+    server._take(event("stopped", 2))
+    server._take(event("continued", 2))
+    assert not server.stopped
+
+
+def test_stop_reported_as_its_session_ends_pauses_nothing(server: DebugServer, pauses: list[bool]) -> None:
+    server._lock = cast(Any, MeanwhileLock(server._end))
+    server._take(event("stopped", 2))
+    assert not server.stopped
+    assert pauses == [True, False]

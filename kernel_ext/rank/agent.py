@@ -453,6 +453,8 @@ class RankAgent:
         try:
             await self._runner.run(request, self._enter if request.joins else None)
         except Exception as error:  # noqa: BLE001  # a fault of ours ends the cell, with its traceback, but not the rank
+            # First, as for any cell: other ranks may wait in a collective for this one.
+            self._runner.abandon(error)
             described = describe(self._shell, error, time.monotonic_ns(), before_exec=False)
             self._capture.finish(CellDone(request.cell, described, 0.0))
         finally:

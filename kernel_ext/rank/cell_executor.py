@@ -149,6 +149,14 @@ class CellExecutor:
                 result.error_before_exec = result.error_in_exec = None
             self._run = None
 
+    def abandon(self, error: Exception) -> None:
+        """End a cell that :meth:`run` did not bring to its end, because of a fault of ours: the coordinator counts it as running."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.error = run.error or error
+            self._end_for_others(run)
+        self._gate.end()
+
     async def _run_in_shell(self, request: RunCell) -> Any:
         source, blank = without_blank_head(request.source)
         lines = request.line_offset + blank

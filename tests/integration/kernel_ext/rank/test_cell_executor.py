@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from hvdlab.bindings import framework_hooks
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, Disagreement, MismatchError, Pending
 from hvdlab.kernel_ext.wire.cells import CellDone, Output, RunCell
 from support.patience import PATIENCE
@@ -165,6 +166,24 @@ def test_an_extensions_failure_does_not_end_the_rank(rank: Rank) -> None:
     finally:
         rank.shell.events.unregister("pre_run_cell", broken)
         rank.shell.events.unregister("post_run_cell", broken)
+    assert rank.run("2").done.value_repr == "2"
+
+
+@pytest.mark.parametrize("before_the_cell", [False, True])
+def test_cell_ended_by_a_fault_of_ours_ends_for_other_ranks(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, before_the_cell: bool
+) -> None:
+    def broken(*_: Any) -> None:
+        raise AssertionError("a fault of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            *((framework_hooks, "modes") if before_the_cell else (rank.agent._runner, "_finish")), broken
+        )
+        assert rank.run("1").error.evalue == "a fault of ours"
+    log = [(kind, what) for kind, what in rank.engine.log if kind in ("begin", "end", "CellDone")]
+    assert [kind for kind, _ in log] == ["begin", "end", "CellDone"]
+    assert "a fault of ours" in log[1][1]
     assert rank.run("2").done.value_repr == "2"
 
 

@@ -112,7 +112,9 @@ class BusyReplies:
         loop = asyncio.get_running_loop()
         try:
             answer = await loop.run_in_executor(self._helper, self.answer_aside, kind, content)
-        except HvdlabError:  # the ranks are gone; the cell will report it
+        # The ranks are gone; the cell will report it. Or the request lacks a field, or has one of another type: ipykernel reports
+        # that, as it does between cells.
+        except (HvdlabError, LookupError, TypeError, AttributeError):
             answer = None
         if answer is None:
             await super().shell_channel_thread_main(msg)  # type: ignore[misc]  # of ipykernel's class

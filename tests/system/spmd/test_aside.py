@@ -115,3 +115,15 @@ def test_a_question_between_two_cells_is_answered_until_the_last_has_ended(kerne
     asyncio.run(scenario())
     assert "complete_reply" in kernel.sent
     assert question not in kernel.waiting
+
+
+def test_question_without_its_code_waits_for_the_main_thread(kernel: Kernel) -> None:
+    cell, question = message("execute_request", code="x"), message("complete_request", cursor_pos=4)
+
+    async def scenario() -> None:
+        await kernel.receive(cell)
+        await kernel.receive(question)
+
+    asyncio.run(scenario())
+    assert kernel.waiting == [cell, question]
+    assert kernel.sent == []

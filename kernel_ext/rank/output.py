@@ -16,6 +16,7 @@ The thread that sends also watches the owner of a kept pool: without one, output
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import os
 import selectors
@@ -740,8 +741,10 @@ class ExitFlush:
         if os.getpid() == self._pid:
             # On a thread of its own: this one may hold a lock that is needed, or be one that the sending waits for.
             sender = threading.Thread(target=self._send, name="hvdlab-last-words", daemon=True)
-            sender.start()
-            sender.join(ECHO_WITHIN)
+            # At a limit on threads there are no last words: code that calls os._exit() needs the process gone.
+            with contextlib.suppress(RuntimeError):
+                sender.start()
+                sender.join(ECHO_WITHIN)
         self._exit(status)
 
     def _send(self) -> None:

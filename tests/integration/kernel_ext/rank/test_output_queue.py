@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import io
+import os
 import queue
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from hvdlab.kernel_ext.rank.output import (
     INTERVAL,
     PIECE,
     WINDOW,
+    EngineMail,
+    ExitFlush,
     OutputQueue,
     RankStream,
     set_current_cell,
@@ -780,3 +783,18 @@ def test_many_ranks_have_smaller_windows() -> None:
         2 << 20,
         2 << 20,
     ]
+
+
+def test_exit_ends_process_where_no_thread_can_start(sent: Sent, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[int] = []
+    capture = OutputQueue(sent)
+    capture.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "_exit", ended.append)
+        patch.setattr(threading.Thread, "start", no_thread)
+        ExitFlush(capture, cast(EngineMail, None))._leave(3)
+    capture.close()
+    assert ended == [3]

@@ -127,6 +127,8 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
     name = "ipcontroller"
     _last_client = float("-inf")
     _failure: BaseException | None = None
+    #: The beginning of a line whose end has not been read.
+    _unread = b""
 
     def watch(self, channel: socket.socket) -> None:
         """Use this connection to the fork server. Call before ``initialize``."""
@@ -213,8 +215,9 @@ class PoolController(IPController):  # type: ignore[misc]  # ipyparallel is unty
             self.loop.remove_handler(descriptor)
             self.loop.stop()
             return
-        # Each line is short enough to come in one piece.
-        for line in data.split():
+        # The channel is a stream: while this loop was busy, more lines may have come than one read takes, which cuts the last one.
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
             (self._finish if line.startswith(b"+") else self._forget)(int(line[1:]))
 
 

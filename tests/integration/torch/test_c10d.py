@@ -679,6 +679,37 @@ def _beyond_gloo() -> None:
     assert torch.equal(mixed, values(0, 2))
 
 
+def _reductions_of_conjugates() -> None:
+    """Reduce into tensors with the conjugate or the negative bit, of which Gloo takes none: the bits are no other values."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    given = [torch.complex(values(each, 4), values(each + size, 4)) for each in range(size)]
+    whole_sum = torch.stack(given).sum(0)
+    expected = whole_sum.conj().resolve_conj()
+    whole, odd, root = (given[rank].clone().conj() for _ in range(3))
+    group: Any = dist.group.WORLD  # torch refuses conjugates in dist.all_reduce() itself
+    group.allreduce([whole]).wait()
+    group.allreduce([odd[1::2]]).wait()
+    dist.reduce(root, 0)
+    assert torch.equal(whole, expected)
+    assert torch.equal(odd[1::2], expected[1::2])
+    assert torch.equal(odd[::2], given[rank].conj()[::2])
+    assert torch.equal(root, expected if rank == 0 else given[rank].conj())
+    imaginary, negative = given[rank].clone().conj().imag, torch._neg_view(given[rank].clone())
+    dist.all_reduce(imaginary)
+    dist.all_reduce(negative)
+    assert torch.equal(imaginary, expected.imag)
+    assert torch.equal(negative, -whole_sum)
+    part, listed = (torch.zeros(4, dtype=torch.complex64).conj() for _ in range(2))
+    dist.reduce_scatter_tensor(part, torch.cat([given[rank].conj()] * size))
+    dist.reduce_scatter(listed, [given[rank].conj()] * size)
+    assert torch.equal(part, expected)
+    assert torch.equal(listed, expected)
+
+
+def test_reduced_conjugates_get_the_result(world: Ranks) -> None:
+    world.run(_reductions_of_conjugates, timeout=60)
+
+
 def _functional() -> None:
     from torch.distributed import _functional_collectives as functional
 

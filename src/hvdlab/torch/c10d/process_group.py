@@ -221,11 +221,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             if operator == number:
                 self._add_folded(submission, tensor, name, fold)
                 return
-        parts = real_parts(tensor)
-        request = Request(OpKind.ALLREDUCE, dtype=ADAPTER.dtype(parts))
+        request = Request(OpKind.ALLREDUCE, dtype=ADAPTER.dtype(tensor.real))
         _set_operator(request, operator, tensor)
         request.device = self._device(request, tensor)
-        request.input, copy = writable(parts, request.device, reducing=True)
+        request.input, copy = writable(tensor, request.device, reducing=True)
         request.output = request.input
         submission.add(request, copy)
 
@@ -319,17 +318,18 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._add_allreduce(submission, whole, operator)
             self._then_copy(submission, lambda: whole.reshape(size, -1)[self.rank()], output)
             return
-        parts = real_parts(given)
-        request = Request(OpKind.REDUCESCATTER, dtype=ADAPTER.dtype(parts))
+        request = Request(OpKind.REDUCESCATTER, dtype=ADAPTER.dtype(given.real))
         _set_operator(request, operator, given)
         device = request.device = self._device(request, given, output)
         # torch can't compute the extent -1 of a tensor without elements.
-        source = plain_of(parts, device).reshape((size, -1) if given.numel() else (size, 0))
+        source = plain_of(real_parts(given, device), device).reshape(
+            (size, -1) if given.numel() else (size, 0)
+        )
         if self._order:
             source = source[self._order]
         request.input = memory_of(source, device)
         row = (1, -1) if given.numel() else (1, 0)
-        request.output, copy = writable(real_parts(output), device, reducing=True, shape=row)
+        request.output, copy = writable(output, device, reducing=True, shape=row)
         submission.add(request, copy)
 
     def _device(self, request: Request, *tensors: torch.Tensor) -> str:

@@ -169,13 +169,12 @@ def plain_of(tensor: torch.Tensor, device: str = HOST) -> torch.Tensor:
     return tensor if tensor.dtype in DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
-def real_parts(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as its real and imaginary parts, each of which can be summed and averaged; others as they are."""
-    return (
-        torch.view_as_real(resolved(tensor) if tensor.is_conj() else tensor)
-        if tensor.is_complex()
-        else tensor
-    )
+def real_parts(tensor: torch.Tensor, device: str = HOST) -> torch.Tensor:
+    """Return a complex tensor as its real and imaginary parts, each of which can be summed and averaged; others as they are.
+
+    The parts may lie in a copy: a result that is written to them needs :func:`writable` to reach the tensor.
+    """
+    return torch.view_as_real(resolved(tensor, device)) if tensor.is_complex() else tensor
 
 
 def memory_of(plain: torch.Tensor, device: str) -> Any:
@@ -204,8 +203,9 @@ def writable(
     Args:
         tensor: The user's tensor.
         device: Class of the memory.
-        reducing: Whether the core computes with the elements; it can only move those of a dtype that it does not know.
-        shape: Of the memory, with -1 for one extent that follows from the others; by default the tensor's.
+        reducing: Whether the core computes with the elements; it can only move those of a dtype that it does not know. A
+            complex tensor's memory is that of its real and imaginary parts.
+        shape: Of the memory, with -1 for one extent that follows from the others; by default the tensor's, or its parts'.
 
     Returns:
         The memory, and a function that copies the result to the tensor if the memory is not the tensor's own.
@@ -214,8 +214,10 @@ def writable(
         UnsupportedError: ``reducing``, and the core does not know the dtype.
     """
     if reducing:
-        ADAPTER.dtype(tensor)  # only for its error
-    plain = plain_of(tensor, device)
+        ADAPTER.dtype(tensor.real)  # only for its error
+    # The parts are taken here, not by the caller: of a conjugate they are a copy, and only the user's tensor shows that its
+    # elements are to be copied back.
+    plain = plain_of(real_parts(tensor, device) if reducing else tensor, device)
     memory = memory_of(plain if shape is None else plain.reshape(shape), device)
     if plain.data_ptr() == tensor.data_ptr() and not (tensor.is_conj() or tensor.is_neg()):
         ADAPTER.mark_written(tensor)

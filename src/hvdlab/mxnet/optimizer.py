@@ -11,6 +11,7 @@ import mxnet as mx  # pyright: ignore[reportMissingImports]
 
 from hvdlab.bindings.arguments import Sum, allreducing, predivide_factor
 from hvdlab.bindings.compression import Compressor
+from hvdlab.bindings.handles import wait_for_all
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set, set_id
 from hvdlab.horovod.common.util import split_list
@@ -67,8 +68,8 @@ class GradientSums:
                 group_name = f"{group[0][0]}:{group[-1][0]}"
                 arrays = [array for _, array in group]
                 handles.append(BINDING.submit_group(operation, arrays, group_name, in_place=True))
-        for handle in handles:
-            handle.wait()
+        # For all, also where one fails: the core still writes to the gradients of those in flight.
+        wait_for_all(handles)
         for gradient, (array, context) in zip(gradients, sent, strict=True):
             if array is not gradient:
                 gradient[:] = self._compression.decompress(array, context)

@@ -105,7 +105,9 @@ class TorchWatch(TrainingWatch):
         for hook in self._hooks:
             hook.remove()
         self._late.finish()
-        vars(self._optimizer).pop(_WATCH, None)
+        # A later watch of the optimizer stays known, also if this one is closed once more.
+        if vars(self._optimizer).get(_WATCH) is self:
+            del vars(self._optimizer)[_WATCH]
 
 
 def watch(
@@ -495,8 +497,9 @@ class TorchRecord(StepRecord):
             hook.remove()
         self._hooks.clear()
         super().close()
-        if self._model is not None:
-            vars(self._model).pop(_RECORD, None)
+        # A later record of the model stays known, also if this one is closed once more.
+        if self._model is not None and vars(self._model).get(_RECORD) is self:
+            del vars(self._model)[_RECORD]
 
 
 def record(

@@ -112,6 +112,16 @@ def test_batches_are_kept_as_long_as_there_is_room() -> None:
             recorded.replay(1)
 
 
+def test_closing_a_replaced_record_leaves_its_successor() -> None:
+    model = torch.nn.Linear(1, 1)
+    first, second = hvd.record(model), hvd.record(model)
+    first.close()
+    third = hvd.record(model)
+    model(torch.ones(1, 1))
+    assert (len(second.steps), len(third.steps)) == (0, 1)
+    third.close()
+
+
 def test_arguments() -> None:
     with pytest.raises(InvalidRequestError, match="model= of"):
         hvd.record(3)  # type: ignore[arg-type]

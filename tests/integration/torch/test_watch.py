@@ -266,6 +266,17 @@ def test_watching_again_replaces_the_watch(alone: None) -> None:
     assert (watch.batch_size, watch.step) == (8, 2)
 
 
+def test_closing_a_replaced_watch_leaves_its_successor(alone: None) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    first = hvd.watch(model, optimizer, every=1)
+    hvd.watch(model, optimizer, every=1)
+    first.close()
+    hvd.watch(model, optimizer, every=1)
+    train(model, optimizer)
+    assert [step for step, _ in values("gradient_norm", taken())] == [1]
+
+
 def test_it_goes_on_where_a_training_ended(alone: None) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -109,7 +109,10 @@ class C10dWorld:
         self._answered = threading.Condition()
         #: The ranks that have answered that they have requested a set, since this rank last asked them to.
         self._answers: dict[tuple[int, ...], set[int]] = {}
+        #: The sets for which threads of this rank wait for answers, by a key of each wait.
+        self._questions: dict[object, tuple[int, ...]] = {}
         engine.on_world(self._on_world)
+        engine.on_reconnected(self._ask_again)
         engine.on_mail(_ASK, self._on_ask)
         engine.on_mail(_ANSWER, self._on_answer)
 
@@ -160,16 +163,32 @@ class C10dWorld:
         engine = self.engine
         waiting = set(engine.ranks()) - {engine.rank}
         deadline = Deadline(engine.settings.start_timeout)
+        question = object()
+        try:
+            with self._answered:
+                # Before the question is sent: answers to an earlier one don't count, and a reconnection sends it
+                # again from now on.
+                self._answers.pop(ranks, None)
+                self._questions[question] = ranks
+            engine.post(_ASK, _encoded(ranks), sorted(waiting))
+            with self._answered:
+                while left := waiting & set(engine.living) - self._answers.get(ranks, set()):
+                    if not self._answered.wait(deadline.remaining()) and deadline.expired:
+                        raise StartError(
+                            f"{format_ranks(sorted(left))} did not answer, so that no group can be made."
+                        )
+        finally:
+            with self._answered:
+                self._questions.pop(question, None)
+
+    def _ask_again(self) -> None:
+        """Ask the ranks again that have not answered: the coordinator may have died with the question or an answer. Control thread."""
+        others = set(self.engine.living) - {self.engine.rank}
         with self._answered:
-            # Before the question is sent: answers to an earlier one don't count.
-            self._answers.pop(ranks, None)
-        engine.post(_ASK, _encoded(ranks), sorted(waiting))
-        with self._answered:
-            while left := waiting & set(engine.living) - self._answers.get(ranks, set()):
-                if not self._answered.wait(deadline.remaining()) and deadline.expired:
-                    raise StartError(
-                        f"{format_ranks(sorted(left))} did not answer, so that no group can be made."
-                    )
+            missing = {ranks: others - self._answers.get(ranks, set()) for ranks in self._questions.values()}
+        for ranks, silent in missing.items():
+            if silent:  # mail to no ranks would go to all clients
+                self.engine.post(_ASK, _encoded(ranks), sorted(silent))
 
     def name_in_core(self, name: str, members: tuple[int, ...]) -> str:
         """Return the core's name for the operations of a group that is being made: the same on all members.

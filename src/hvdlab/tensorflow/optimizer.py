@@ -158,18 +158,23 @@ class _DistributedAdasumOptimizer(_Wrapping):
             )
 
     def _combine(self, variables: Sequence[Any]) -> Any:
-        done = []
-        for number, (variable, start) in enumerate(zip(variables, self._starts, strict=True)):
-            step = variable.read_value() - start.read_value()
-            combined = allreduce(
-                step,
+        pairs = list(zip(variables, self._starts, strict=True))
+        combined = [
+            allreduce(
+                variable.read_value() - start.read_value(),
                 op=Adasum,
                 compression=self._compression,
                 name=f"DistributedAdasum.{number}",
                 process_set=self._process_set,
             )
-            done.append(variable.assign(start + combined))
-        done.append(self._counter.assign(0))
+            for number, (variable, start) in enumerate(pairs)
+        ]
+        # No variable before all steps are combined: if one fails, all stay as this rank's own step has left them.
+        with tf.control_dependencies(_graph_only(combined)):
+            done = [
+                variable.assign(start + step) for (variable, start), step in zip(pairs, combined, strict=True)
+            ]
+            done.append(self._counter.assign(0))
         with tf.control_dependencies(_graph_only(done)):
             return tf.constant(True)
 

@@ -238,6 +238,24 @@ def steps_that_are_given_up() -> None:
     np.testing.assert_allclose(w, [-3.0])  # the Adasum of equal steps is one of them
 
 
+def failed_adasum_leaves_own_steps() -> None:
+    """Check that no variable has a combined value where the ranks could not combine the step of a later one."""
+    tf, hvd, _ = _modules()
+    own = hvd.rank() + 1.0
+    for compiled in (False, True):
+        plain = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+        optimizer = hvd.DistributedOptimizer(plain, op=hvd.Adasum)
+        w = [tf.Variable([1.0]), tf.Variable(tf.ones(1 + hvd.rank()))]
+
+        def step(optimizer: Any = optimizer, w: Any = w) -> Any:
+            return optimizer.apply_gradients([(tf.fill(each.shape, own), each) for each in w])
+
+        with pytest.raises(MismatchError):
+            (tf.function(step) if compiled else step)()
+        for each in w:
+            np.testing.assert_array_equal(each, np.full(each.shape, 1 - own))
+
+
 # -- Keras ------------------------------------------------------------------------------------------------------------
 
 
@@ -840,7 +858,7 @@ def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [tapes, partial_tapes, first_optimizers, names_that_packages_replace, gradients_of_legacy_optimizers, gradients_of_tapes_divided, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, computed_gradients, compiled, mixed_precision, best_models],
+    [tapes, partial_tapes, first_optimizers, names_that_packages_replace, gradients_of_legacy_optimizers, gradients_of_tapes_divided, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, failed_adasum_leaves_own_steps, computed_gradients, compiled, mixed_precision, best_models],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_training(two: Ranks, function: Callable[[], None]) -> None:

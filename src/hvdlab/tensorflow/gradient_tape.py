@@ -242,6 +242,7 @@ _WRAPPED_TWICE = "is distributed already: its gradients would be reduced twice. 
 class _Distributed(DistributedGradients):
     """The methods that a distributed tape has in front of those of its own class."""
 
+    #: Not in ``__dict__``, which all tapes of one recording share; see :func:`_distributed_class`.
     _hvdlab_reducer: TensorFlowReducer
 
     def _hvdlab_parts(self) -> list[Any]:
@@ -295,7 +296,13 @@ class _Distributed(DistributedGradients):
 
 @cache
 def _distributed_class(kind: Any) -> Any:
-    return type(kind.__name__, (_Distributed, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+    members = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        # A slot, since a plain tape may be wrapped more than once: each wrapping has settings of its own.
+        "__slots__": ("_hvdlab_reducer",),
+    }
+    return type(kind.__name__, (_Distributed, kind), members)
 
 
 def DistributedGradientTape(

@@ -87,6 +87,19 @@ def partial_tapes() -> None:
     np.testing.assert_allclose(shared, [[(hvd.size() + 1) / 2]])
 
 
+def tapes_of_one_recording() -> None:
+    """Check that tapes made of one plain tape keep their own settings and local sources."""
+    tf, hvd, _ = _modules()
+    v, own, ranks = tf.Variable(1.0), hvd.rank() + 1.0, sum(range(1, hvd.size() + 1))
+    with tf.GradientTape(persistent=True) as plain:
+        loss = v * own
+    summed, averaged = (hvd.DistributedGradientTape(plain, op=op) for op in (hvd.Sum, hvd.Average))
+    local = hvd.DistributedGradientTape(plain, scale_local_gradients=False)
+    local.register_local_source(v)
+    found = [float(tape.gradient(loss, v)) for tape in (plain, summed, averaged, local)]
+    assert found == [own, ranks, ranks / hvd.size(), own]
+
+
 def rewritten() -> list[str]:
     """Return the functions whose source AutoGraph rewrote when it traced a step."""
     tf, hvd, _ = _modules()
@@ -858,7 +871,7 @@ def test_only_the_users_functions_are_rewritten(two: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [tapes, partial_tapes, first_optimizers, names_that_packages_replace, gradients_of_legacy_optimizers, gradients_of_tapes_divided, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, failed_adasum_leaves_own_steps, computed_gradients, compiled, mixed_precision, best_models],
+    [tapes, partial_tapes, tapes_of_one_recording, first_optimizers, names_that_packages_replace, gradients_of_legacy_optimizers, gradients_of_tapes_divided, values, normalization, masked_normalization, far_from_zero, gradients_of_some_passes, states, variables_differ, steps_that_are_given_up, failed_adasum_leaves_own_steps, computed_gradients, compiled, mixed_precision, best_models],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_training(two: Ranks, function: Callable[[], None]) -> None:

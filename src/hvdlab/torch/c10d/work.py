@@ -134,30 +134,28 @@ class HvdlabWork(dist.Work):
         """Wait for the core, deliver the results, and raise the operation's error if it failed."""
         results: list[Result] = []
         if not self._over:
+            failed: Exception | None = None
             for handle in self.handles:
                 try:
                     results.append(handle.wait() if limit is None else handle.wait_or_withdraw(limit))
                 except HvdlabError as error:
                     # The other requests are waited for all the same: no tensor may be written to once the
                     # user has the error.
-                    if self._error is None:
+                    if failed is None:
+                        # Outside the lock, which a thread of the engine takes: explain() waits for other ranks.
                         why = "" if self.explain is None else self.explain(error)
-                        self._error = renamed(error, self.operation, why, self.about)
+                        failed = renamed(error, self.operation, why, self.about)
             with self._lock:
-                # Once more, under the lock: another thread may have delivered while this one waited for the core.
-                if not self._over and self._error is None:
-                    if self._members:
-                        self._source = self._members.index(results[0].source)
-                    if self._deliver is not None:
-                        try:
-                            with torch.no_grad():
-                                self._deliver(results)
-                        except HvdlabError as error:
-                            self._error = error
+                # Once more, under the lock: another thread may have delivered, or kept its error, while this one waited for the core.
+                if not self._over:
+                    self._error = failed
+                    if self._error is None:
+                        self._take(results)
                 self._over = True
                 # It refers to memory as large as the outputs, which a work that the user keeps would keep alive.
                 self._deliver = None
-            event, self._event = self._event, None
+                # Under the lock, so that one thread ends it.
+                event, self._event = self._event, None
             if event is not None:
                 # End it on another thread than the one that began it: the profiler then takes it for asynchronous.
                 end = _profiling_thread(os.getpid()).submit(_profilers._record_function_with_args_exit, event)
@@ -165,6 +163,17 @@ class HvdlabWork(dist.Work):
         if self._error is not None:
             # The same object is raised each time: with its last traceback it would keep the frames of that call alive.
             raise self._error.with_traceback(None)
+
+    def _take(self, results: Sequence[Result]) -> None:
+        """Deliver the results to the outputs, and keep the error if that fails. The caller holds the lock."""
+        if self._members:
+            self._source = self._members.index(results[0].source)
+        if self._deliver is not None:
+            try:
+                with torch.no_grad():
+                    self._deliver(results)
+            except HvdlabError as error:
+                self._error = error
 
     def is_ended(self) -> bool:
         """Return whether the core is done with the operation. Any thread; never blocks, and delivers nothing."""

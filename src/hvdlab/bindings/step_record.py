@@ -38,6 +38,7 @@ LONGEST_PATH = 120
 
 # Weakly, so that a record ends with the model whose hooks refer to it.
 _records: weakref.WeakSet[StepRecord] = weakref.WeakSet()
+_records_lock = threading.Lock()
 
 
 class Sample(Protocol):
@@ -164,7 +165,8 @@ class StepRecord:
         self._memory, self._count = memory, 0
         #: Frameworks may call from threads of their own.
         self._lock = threading.Lock()
-        _records.add(self)
+        with _records_lock:
+            _records.add(self)
 
     # -- while training -----------------------------------------------------------------------------------------------
 
@@ -204,7 +206,8 @@ class StepRecord:
         """End it and forget its record. Idempotent."""
         with self._lock:
             self.steps.clear()
-        _records.discard(self)
+        with _records_lock:
+            _records.discard(self)
 
     def __enter__(self) -> Self:
         return self
@@ -292,8 +295,12 @@ def tensors(
 
 def newest() -> StepRecord | None:
     """Return the record on this rank that has recorded a step last; ``None`` if there is none with steps."""
-    with_steps = [one for one in _records if one.steps]
-    return max(with_steps, key=lambda one: one.steps[-1].began, default=None)
+    with _records_lock:
+        # A copy: no record is asked for its steps, under its own lock, while this one is held.
+        records = list(_records)
+    # Once for each record: another thread may close it while this one compares.
+    last = [(one, steps[-1]) for one in records if (steps := one._all())]
+    return max(last, key=lambda pair: pair[1].began)[0] if last else None
 
 
 def recent() -> tuple[tuple[str, ...], str]:
@@ -315,9 +322,10 @@ def suspects() -> tuple[int, int, str] | None:
     found = newest()
     if found is None:
         return None
-    wrong = found.first_wrong
+    wrong, steps = found.first_wrong, found._all()
     if wrong is None:
-        return (1 << 60, 3, str(found.steps[-1]))
+        # None are left where another thread has closed the record meanwhile.
+        return (1 << 60, 3, str(steps[-1])) if steps else None
     return (wrong.number, ("inputs", "loss", "gradients").index(wrong.wrong), str(wrong))
 
 

@@ -138,7 +138,7 @@ def transfer_optimizer_state(
     tensors: list[torch.Tensor] = []
     plan = transfer.plan(_planned((groups, states), tensors) if gives else None)
     if not gives:
-        groups, states = _prepared(plan, groups, states, parameters, tensors)
+        groups, states = _prepared(plan, groups, states, optimizer, tensors)
     transfer.tensors(tensors)
     if not gives:
         _install(optimizer, parameters, groups, states)
@@ -198,19 +198,22 @@ def _prepared(
     plan: Any,
     groups: list[dict[str, Any]],
     states: dict[int, Any],
-    parameters: list[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
     tensors: list[torch.Tensor],
 ) -> tuple[list[dict[str, Any]], dict[int, Any]]:
     """Return the root's contents with tensors of this rank in the slots; these are appended to ``tensors`` in order."""
     planned_groups, planned_states = plan
+    parameters = _parameters(optimizer)
     if len(planned_groups) != len(groups) or any(number >= len(parameters) for number in planned_states):
         raise InvalidRequestError(
             f"The optimizer of the root has {len(planned_groups)} parameter groups and state for "
             f"{len(planned_states)} parameters; the one here has {len(groups)} groups and {len(parameters)} "
             "parameters. They must be made alike on all ranks."
         )
+    # A setting that is not in the host's memory, such as the learning rate of a captured step, goes to the group's device.
+    firsts = [next(iter(group["params"]), torch.empty(0)) for group in optimizer.param_groups]
     filled_groups = [
-        _filled(p, own, torch.empty(0), tensors) for p, own in zip(planned_groups, groups, strict=True)
+        _filled(p, own, first, tensors) for p, own, first in zip(planned_groups, groups, firsts, strict=True)
     ]
     filled_states = {
         number: _filled(planned, states.get(number), parameters[number], tensors)

@@ -12,6 +12,7 @@ from torch import nn
 
 import hvdlab.torch as hvd
 from hvdlab.collectives.errors import AbortedError, InvalidRequestError, MismatchError
+from hvdlab.torch.functions import transfer_optimizer_state
 from support.ranks.resident import RankFailed, Ranks
 
 
@@ -227,6 +228,30 @@ def test_optimizers_that_are_not_alike_are_refused(two_ranks: Ranks) -> None:
     with pytest.raises(RankFailed, match="made alike") as failure:
         two_ranks.run(_unlike)
     assert isinstance(failure.value.errors[1], InvalidRequestError)
+
+
+class _Kept:
+    """Transfer of the plan alone, of tensors that have no data."""
+
+    def plan(self, plan: Any) -> Any:
+        self._plan = plan or self._plan
+        return self._plan
+
+    def tensors(self, tensors: list[torch.Tensor]) -> None:
+        self.last = tensors
+
+
+def test_tensor_among_settings_is_made_on_the_groups_device() -> None:
+    def optimizer_of(rate: Any) -> torch.optim.Optimizer:
+        on_host, elsewhere = torch.empty(3), torch.empty(3, device="meta")
+        return torch.optim.SGD([{"params": [on_host]}, {"params": [elsewhere], "lr": rate}], 0.1)
+
+    transfer, own = _Kept(), optimizer_of(0.2)
+    transfer_optimizer_state(optimizer_of(torch.tensor(0.5, device="meta")), transfer, gives=True)
+    transfer_optimizer_state(own, transfer, gives=False)
+    host_rate, rate = (group["lr"] for group in own.param_groups)
+    assert host_rate == 0.1
+    assert rate.is_meta
 
 
 # -- objects ----------------------------------------------------------------------------------------------------------

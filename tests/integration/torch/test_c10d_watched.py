@@ -651,15 +651,19 @@ def test_an_option_of_the_group_goes_before_the_variable(
     assert options.inner_backend(dist.HashStore(), 0, 1) == inner
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(["a", "b", "c"], "nccl"), (["a", "b", "a"], "")])
-def test_groups_of_ranks_that_share_a_gpu_are_agreed(
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(["a", "b", "c"], "nccl"), (["a", "b", "a"], ""), (["a", "", "c"], "")]
+)
+def test_groups_of_ranks_without_a_gpu_each_are_agreed(
     monkeypatch: pytest.MonkeyPatch, gpus: list[str], expected: str
 ) -> None:
     monkeypatch.delenv("HVDLAB_C10D_WATCH", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    own = lambda: gpus[int(threading.current_thread().name)]  # three threads stand for the ranks
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(own()))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(watch_options, "gpu_in_use", lambda: gpus[int(threading.current_thread().name)])
+    monkeypatch.setattr(watch_options, "gpu_in_use", own)
     store, found = dist.HashStore(), dict[int, str]()
+    store.set_timeout(timedelta(seconds=PATIENCE))
 
     def choose(rank: int) -> None:
         found[rank] = WatchOptions().inner_backend(store, rank, 3)

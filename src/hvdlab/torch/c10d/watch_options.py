@@ -17,6 +17,8 @@ LATE_AFTER = 5.0
 """Seconds after which a launch that has not ended counts as late: longer than most steps of training wait for their slowest rank."""
 _WAYS = ("", "agreed", "watched")
 _INNERS = ("", "gloo", "nccl")
+_NO_GPU = "none"
+"""The identifier that a rank without a GPU shows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class WatchOptions:
                 )
         on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
         if not way and not inner:
-            return "nccl" if on_gpus and have_a_gpu_each(store, rank, size, gpu_in_use()) else ""
+            # All ranks take part, also those without a GPU: others would wait in the store for them.
+            return "nccl" if have_a_gpu_each(store, rank, size, gpu_in_use() if on_gpus else "") else ""
         if way == "agreed":
             return ""
         return inner or ("nccl" if on_gpus else "gloo")
@@ -77,12 +80,15 @@ def gpu_in_use() -> str:
 
 
 def have_a_gpu_each(store: Any, rank: int, size: int, gpu: str) -> bool:
-    """Return whether no two ranks use the same GPU, which NCCL refuses. All ranks call it, and get the same answer.
+    """Return whether each rank uses a GPU, and no two the same one, which NCCL refuses. All ranks call it, and get the same answer.
 
     Args:
         store: Torch's store for the group.
         rank, size: This rank in the group, and how many there are.
-        gpu: The identifier of this rank's GPU.
+        gpu: The identifier of this rank's GPU; empty if it uses none.
     """
-    store.set(f"watched.gpu.{rank}", gpu)
-    return len({bytes(store.get(f"watched.gpu.{other}")) for other in range(size)}) == size
+    store.set(f"watched.gpu.{rank}", gpu or _NO_GPU)
+    if not gpu:
+        return False  # whatever the others have, and without waiting for them
+    used = {bytes(store.get(f"watched.gpu.{other}")) for other in range(size)}
+    return len(used) == size and _NO_GPU.encode() not in used

@@ -89,11 +89,12 @@ class _OneProcessStore(_StatesOfMXNet, mx.kvstore.KVStore):  # type: ignore[misc
         Args:
             optimizer: An ``mx.optimizer.Optimizer``, or one that hvdlab's stores accept.
         """
-        self._mxnets_updater = None
+        mxnets_updater = None
         if isinstance(optimizer, mx.optimizer.Optimizer):
-            self._mxnets_updater = mx.optimizer.get_updater(optimizer)
-            optimizer = self._mxnets_updater
+            optimizer = mxnets_updater = mx.optimizer.get_updater(optimizer)
         super().set_optimizer(optimizer)
+        # Once the store has accepted it, as in a store of several workers.
+        self._mxnets_updater = mxnets_updater
 
 
 class _SynchronousStore(_StatesOfMXNet, DistSyncStore, mx.kvstore.KVStore):  # type: ignore[misc]  # MXNet has no types

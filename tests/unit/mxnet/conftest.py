@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hvdlab.collectives.errors import KVStoreError
 from support.fakes.mxnet import fake_mxnet
 
 
@@ -14,6 +15,8 @@ from support.fakes.mxnet import fake_mxnet
 def mxnet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Let ``hvdlab.mxnet`` be imported for one test."""
     monkeypatch.setitem(sys.modules, "mxnet", fake_mxnet())
+    # The import sets the framework whose errors those of stores are from then on.
+    monkeypatch.setattr(KVStoreError, "_framework", KVStoreError._framework)
     yield
     # With what was imported over the fake: another test would otherwise find it in place of MXNet's binding.
     for name in [name for name in sys.modules if name == "hvdlab.mxnet" or name.startswith("hvdlab.mxnet.")]:

@@ -248,11 +248,21 @@ class Calls:
         announce: bool = True,
         at_once: bool = False,
     ) -> None:
-        """Submit the requests of an operation that has its number already, and give ``work`` their handles."""
-        for request in submission.requests:
-            request.name, request.site, request.process_set = name, site, self.process_set
-            request.anonymous = True
-            work.handles.append(self.engine.submit(request, announce=announce, at_once=at_once))
+        """Submit the requests of an operation that has its number already, and give ``work`` their handles.
+
+        If one is refused, the others are withdrawn on all ranks. Raises as ``Engine.submit`` does.
+        """
+        try:
+            for request in submission.requests:
+                request.name, request.site, request.process_set = name, site, self.process_set
+                request.anonymous = True
+                work.handles.append(self.engine.submit(request, announce=announce, at_once=at_once))
+        except BaseException:
+            # The caller gets no work that could wait for the others, and the next operation's requests would meet the
+            # rest of this one on the other ranks.
+            if work.handles:
+                self.engine.withdraw(f"a request of {work.operation} was refused", self.process_set)
+            raise
 
     def start_coalescing(self) -> None:
         """Gather this thread's operations of the group into one work from now on, until :meth:`end_coalescing`."""

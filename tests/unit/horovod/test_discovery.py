@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -107,3 +108,29 @@ def test_old_hosts_come_first() -> None:
     bad.blacklist()
     assert hosts.update({"a": bad, "b": HostState()}) is hosts
     assert hosts.host_assignment_order == ["b"]
+
+
+def test_states_of_hosts_are_used_under_the_managers_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+
+    class Watched(HostState):
+        """State of a host that records whether another thread could come in between."""
+
+        def __init__(self, cooldown_range: Sequence[int] | None = None) -> None:
+            held.append(manager._lock.locked())
+            super().__init__(cooldown_range)
+
+        def is_blacklisted(self) -> bool:
+            held.append(manager._lock.locked())
+            return super().is_blacklisted()
+
+    monkeypatch.setattr(discovery, "HostState", Watched)
+    manager = HostManager(FixedHosts({"a": 1}))
+    manager.update_available_hosts()
+    assert manager.current_hosts.host_assignment_order == ["a"]
+    assert not manager.is_blacklisted("b")
+    event = manager.get_host_event("c")
+    manager.blacklist("c")
+    assert event.is_set()
+    assert len(held) > 4
+    assert all(held)

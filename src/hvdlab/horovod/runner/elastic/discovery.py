@@ -178,7 +178,8 @@ class HostManager:
     @property
     def current_hosts(self) -> DiscoveredHosts:
         """Return the hosts as of the last :meth:`update_available_hosts`, without those that were put aside since."""
-        return self._current_hosts.update(self._hosts_state)
+        with self._lock:
+            return self._current_hosts.update(self._hosts_state)
 
     def blacklist(self, host: str) -> None:
         """Put a host aside."""
@@ -189,11 +190,14 @@ class HostManager:
 
     def is_blacklisted(self, host: str) -> bool:
         """Return whether a host was put aside."""
-        return self._hosts_state[host].is_blacklisted()
+        # A look at a host makes its state: two threads must not make one each, of which only one is kept.
+        with self._lock:
+            return self._hosts_state[host].is_blacklisted()
 
     def get_host_event(self, host: str) -> threading.Event:
         """Return the event that is set when the host is put aside."""
-        return self._hosts_state[host].get_event()
+        with self._lock:
+            return self._hosts_state[host].get_event()
 
     @staticmethod
     def order_available_hosts(

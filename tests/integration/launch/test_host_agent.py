@@ -17,6 +17,7 @@ import pytest
 
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.launch.host_agent import wire, zygote_process
+from hvdlab.launch.host_agent.agent import BACKLOG
 from hvdlab.launch.host_agent.connection import agent_command
 from hvdlab.launch.host_agent.rank_process import Child
 from hvdlab.launch.host_agent.zygote import LARGEST, Zygote
@@ -138,6 +139,22 @@ def test_what_is_no_frame_ends_the_agent_with_a_line(agent: Ordered) -> None:
     agent.write(b"\xff" * 8)
     assert agent.process.wait(PATIENCE) == 0
     assert "the launcher sent something else than orders" in agent.errors.read_text()
+
+
+def test_agent_that_held_output_up_keeps_ranks_started_meanwhile(agent: Ordered) -> None:
+    agent.order(SLEEPS, wire.Spawn((wire.RankSpec(0, {}),)))
+    # Refusals that nothing reads fill the backlog. The order after them is longer than one read of the agent, which
+    # so holds its ranks up before it reads the last order.
+    no_signal = 1 << 40
+    too_many = tuple(range(BACKLOG // 4))
+    agent.order(wire.SignalRanks(too_many, no_signal), wire.SignalRanks(too_many, no_signal))
+    agent.order(wire.Spawn((wire.RankSpec(1, {}),)))
+    assert isinstance(agent.report(), wire.RankStarted)
+    assert isinstance(agent.report(), wire.OrderFailed)
+    assert isinstance(agent.report(), wire.OrderFailed)
+    assert isinstance(agent.report(), wire.RankStarted)
+    ends(agent, 0)
+    ends(agent, 1)
 
 
 def test_whatever_is_ordered_the_agent_reports_and_goes_on(agent: Ordered) -> None:

@@ -366,9 +366,14 @@ class Agent:
 
     def _watch(self, child: Child) -> None:
         self._children[child.rank] = self._by_pid[child.pid] = child
+        # While ranks are held up, this one is too: `_hold` reads from all again, and fails at a pipe that is watched.
+        if not self._held:
+            self._read_from(child)
+        self._send(wire.RankStarted(child.rank, child.pid))
+
+    def _read_from(self, child: Child) -> None:
         for fd in child.pipes:
             self._selector.register(fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f))
-        self._send(wire.RankStarted(child.rank, child.pid))
 
     def _hear_zygote(self, zygote: Zygote, *, ended: bool = False) -> None:
         """Handle the zygote's answers; if it has ended, execute the command for the ranks that it did not fork."""
@@ -434,13 +439,11 @@ class Agent:
             return
         self._held = wanted
         for child in self._children.values():
+            if not wanted:
+                self._read_from(child)
+                continue
             for fd in child.pipes:
-                if wanted:
-                    self._selector_drop(fd)
-                else:
-                    self._selector.register(
-                        fd, selectors.EVENT_READ, lambda c=child, f=fd: self._read_output(c, f)
-                    )
+                self._selector_drop(fd)
 
     def _woken(self, wakeup: int) -> None:
         numbers = os.read(wakeup, 4096)

@@ -202,7 +202,7 @@ def _error(done: JobResult, rank: int, found: FunctionReturned | FunctionRaised 
     outcome = done.outcomes.get(rank)
     code = outcome.exit_code if outcome is not None else done.code
     if isinstance(found, FunctionRaised):
-        original: BaseException | None = pickle.loads(found.pickled) if found.pickled else None  # noqa: S301  # as above
+        original = _original(found)
         text = f"rank {rank} raised {found.line}\n\n{found.traceback.rstrip()}"
         error = _like(original, text)
         error.__cause__ = original
@@ -213,6 +213,17 @@ def _error(done: JobResult, rank: int, found: FunctionReturned | FunctionRaised 
         how = f" ({outcome})" if outcome is not None else ""
         error = RankFailedError(f"rank {rank} ended before its function returned{how}")
     error.rank, error.exit_code = rank, code
+    return error
+
+
+def _original(raised: FunctionRaised) -> BaseException | None:
+    """Return the rank's exception, or ``None`` if it can't be pickled, or its class can't be imported here."""
+    if not raised.pickled:
+        return None
+    try:
+        error: BaseException = pickle.loads(raised.pickled)  # noqa: S301  # safe, as in results()
+    except Exception:  # noqa: BLE001  # as on the rank; its text and traceback go to the caller in any case
+        return None
     return error
 
 

@@ -171,6 +171,21 @@ def test_an_exception_that_can_not_be_pickled(run) -> None:
         run(fail, np=1)
 
 
+def test_exception_only_ranks_can_import_keeps_its_traceback(run) -> None:
+    def fail() -> None:
+        import types
+
+        module = types.ModuleType("only_on_ranks")
+        module.OwnError = type("OwnError", (Exception,), {"__module__": module.__name__})  # type: ignore[attr-defined]
+        sys.modules[module.__name__] = module
+        raise module.OwnError("boom")
+
+    with pytest.raises(RankFailedError, match=r"rank 0 raised only_on_ranks\.OwnError: boom") as caught:
+        run(fail, np=1)
+    assert "raise module.OwnError" in caught.value.remote_traceback
+    assert caught.value.__cause__ is None
+
+
 def test_arguments_that_can_not_be_pickled(run) -> None:
     with pytest.raises(InvalidRequestError, match="can't be sent to the ranks"):
         run(lambda lock: 1, (threading.Lock(),), np=1)

@@ -228,12 +228,15 @@ class OutOfMemoryCounter:
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._source = self._find(root)
+        #: The count at the last read that succeeded; ``None`` before one has.
         self._last = self._read()
 
     def increased(self) -> bool:
         """Return whether there was a kill since the last call (or since construction)."""
         count = self._read()
-        increased = count > self._last
+        if count is None:
+            return False
+        increased = self._last is not None and count > self._last
         self._last = count
         return increased
 
@@ -255,11 +258,12 @@ class OutOfMemoryCounter:
         candidates += [groups / "memory.events", groups / "memory/memory.oom_control"]
         return next((path for path in candidates if path.exists()), root / "proc/vmstat")
 
-    def _read(self) -> int:
+    def _read(self) -> int | None:
+        """Return the kernel's count; ``None`` if it can't be read, such as when this process may open no more files."""
         try:
             text = self._source.read_text()
         except OSError:
-            return 0
+            return None  # not 0: all earlier kills would be new ones at the next read
         for line in text.splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill":

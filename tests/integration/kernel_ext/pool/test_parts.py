@@ -176,6 +176,22 @@ def test_out_of_memory_kills_are_counted_where_they_can_be_read(
     assert not counter.increased()
 
 
+def test_unreadable_out_of_memory_count_makes_no_old_kill_new(tmp_path: Path) -> None:
+    counter_file = tmp_path / "proc/vmstat"
+    counter_file.mkdir(parents=True)  # a read of a directory fails, as one without a free descriptor
+    counter = OutOfMemoryCounter(tmp_path)
+    assert not counter.increased()
+    counter_file.rmdir()
+    counter_file.write_text("oom_kill 3\n")
+    assert not counter.increased()
+    counter_file.unlink()
+    assert not counter.increased()
+    counter_file.write_text("oom_kill 3\n")
+    assert not counter.increased()
+    counter_file.write_text("oom_kill 4\n")
+    assert counter.increased()
+
+
 # -- the fork server's messages and imports --------------------------------------------------------------------------
 
 

@@ -266,3 +266,31 @@ def test_a_zygote_that_cannot_fork_answers_and_goes_on(monkeypatch: pytest.Monke
     assert isinstance(answer, wire.RankNotStarted)
     assert answer.rank == 3
     assert "it could not be forked: Too many open files" in answer.text
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["before the fork", "after the fork"])
+def test_zygote_goes_on_when_the_process_in_the_middle_is_killed(
+    monkeypatch: pytest.MonkeyPatch, forked: bool
+) -> None:
+    fork, calls = os.fork, 0
+
+    def killed() -> int:
+        nonlocal calls
+        calls += 1
+        pid = fork()
+        if (calls == 2 and pid > 0) if forked else pid == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pid
+
+    lived, tell = os.pipe()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(lived, "rb") as file, monkeypatch.context() as patch:
+        patch.setattr(os, "fork", killed)
+        if zygote_process._fork(theirs, 3):
+            os.write(tell, b"a rank that the agent does not know")
+            os._exit(0)
+        os.close(tell)
+        answer = wire.decode_from_zygote(ours.recv(LARGEST))
+        assert file.read() == b""  # at the end of a rank that was forked
+    assert isinstance(answer, wire.RankNotStarted)
+    assert "it could not be forked: its parent ended, killed by SIGKILL" in answer.text

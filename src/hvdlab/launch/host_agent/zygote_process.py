@@ -25,6 +25,7 @@ from hvdlab.launch.forkserver.children import refresh_libraries, why_not
 from hvdlab.launch.forkserver.program import load, load_later
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.zygote import LARGEST
+from hvdlab.launch.processes import describe_exit
 
 DESCRIPTORS = 5
 """Descriptors that come with a rank, at most."""
@@ -129,11 +130,16 @@ def _fork(sock: socket.socket, rank: int) -> bool:
     # Before the read, which would otherwise wait for ever if the process in the middle is killed before it writes.
     os.close(tell)
     pid, _, text = os.read(told, 1024).decode().partition(" ")
-    os.waitpid(middle, 0)  # from now on the rank is the agent's child
-    started = wire.RankStarted(rank, int(pid)) if int(pid) else None
+    _, status = os.waitpid(middle, 0)  # from now on the rank is the agent's child
+    if not pid:
+        code = os.waitstatus_to_exitcode(status)
+        text = f"its parent ended, {describe_exit(code, max(-code, 0))}"
+    started = wire.RankStarted(rank, int(pid)) if int(pid or 0) else None
     sock.send(wire.encode_payload(started or wire.RankNotStarted(rank, 1, f"it could not be forked: {text}")))
-    with contextlib.suppress(BrokenPipeError):  # something has killed the rank
-        os.write(announced, b"\0")
+    # Only a rank that the agent knows may live: without leave, one whose parent was killed before it told the number ends.
+    if started is not None:
+        with contextlib.suppress(BrokenPipeError):  # something has killed the rank
+            os.write(announced, b"\0")
     for descriptor in (told, leave_to_live, announced):
         os.close(descriptor)
     return False

@@ -21,6 +21,7 @@ from hvdlab.launch.host_agent.agent import BACKLOG
 from hvdlab.launch.host_agent.connection import agent_command
 from hvdlab.launch.host_agent.rank_process import Child
 from hvdlab.launch.host_agent.zygote import LARGEST, Zygote
+from hvdlab.launch.host_agent.zygote_process import DESCRIPTORS
 from support.effort import examples
 from support.fuzz.protocol import make, run, spoil
 from support.patience import PATIENCE
@@ -187,6 +188,7 @@ class Answers:
         interpreter.chmod(0o700)
         pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock = pair[1].dup()
+        self.agents_end = pair[0]
         with monkeypatch.context() as patch:
             patch.setattr("hvdlab.launch.host_agent.zygote.socket.socketpair", lambda *_: pair)
             self.zygote = Zygote(
@@ -228,6 +230,25 @@ def test_a_zygote_that_answers_nonsense_is_killed_and_its_ranks_are_left_to_the_
     ((spec, stdin),) = answers.zygote.unborn()
     os.close(stdin)
     assert spec.rank == 0
+
+
+def test_zygote_with_a_full_socket_gets_the_other_orders_later(answers: Answers) -> None:
+    # The system makes it the least that there is, which some orders fill.
+    answers.agents_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    answers.sock.setblocking(False)
+    ranks = range(30)
+    for rank in ranks:
+        answers.zygote.fork(wire.RankSpec(rank, {}), -1)
+    answers.sock.send(wire.encode_payload(wire.Preloaded({})))
+    assert answers.zygote.receive() == [wire.Preloaded({})]
+    for rank in ranks:
+        data, descriptors, _, _ = socket.recv_fds(answers.sock, LARGEST, DESCRIPTORS)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert [spec.rank for spec in wire.decode_to_zygote(data).ranks] == [rank]
+        answer = wire.RankNotStarted(rank, 1, "no")
+        answers.sock.send(wire.encode_payload(answer))
+        assert answers.zygote.receive() == [answer]
 
 
 def test_whatever_a_zygote_answers_only_ordered_ranks_are_reported(

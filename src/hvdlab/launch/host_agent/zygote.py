@@ -131,13 +131,14 @@ class Zygote:
                     return found or None
                 case wire.Preloaded():
                     self.ready = True
-                    self._order()
                     found.append(message)
                 case wire.RankStarted(rank, pid):
                     found.append(self._born(rank, pid))
                 case wire.RankNotStarted(rank):
                     self._ordered.pop(rank)[1].close()
                     found.append(message)
+            # After each of them: the zygote has read the order that it answers, so the socket has room for another one.
+            self._order()
 
     def _checked(self, message: wire.FromZygote) -> wire.FromZygote:
         """Return an answer that is about a rank that was ordered, with a process that can be one.
@@ -182,12 +183,15 @@ class Zygote:
         self._sock.close()
 
     def _order(self) -> None:
-        """Send the zygote the ranks that wait; those that it can't be sent stay until its end is noticed."""
+        """Send the zygote the ranks that wait; those that it can't be sent stay until it has answered, or its end is noticed."""
         while self._waiting:
             spec, descriptors = self._waiting[0]
             try:
                 socket.send_fds(self._sock, [wire.encode_payload(wire.Spawn((spec,)))], descriptors.for_rank)
-            except OSError:
+            except OSError as error:
+                # A full socket has orders without an answer, and each answer leads here again.
+                if isinstance(error, BlockingIOError) and self._ordered:
+                    return
                 self._process.send_signal(signal.SIGKILL)  # after its end the agent starts all its ranks
                 return
             del self._waiting[0]

@@ -85,12 +85,11 @@ def _write_title(title: bytes) -> None:
         ctypes.memmove(start, title[: room - 1].ljust(room, b"\0"), room)
 
 
-def raise_on_hangup(descriptor: int, wanted: bool) -> None:
-    """Request SIGIO, which ends the process, for the moment when the other end of this pipe is closed; or cancel the request."""
+def raise_on_hangup(descriptor: int) -> None:
+    """Request SIGIO, which ends the process, for the moment when the other end of this pipe is closed."""
     # The receiver before the flag: a hang-up in between would send its signal to no process.
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_ASYNC if wanted else flags & ~os.O_ASYNC)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 STATE, PARENT, GROUP, SESSION, THREADS, START_TIME, RESIDENT, EXIT_CODE = 0, 1, 2, 3, 17, 19, 21, 49

@@ -19,7 +19,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Signal
-from support.patience import PATIENCE
+from support.patience import GONE, PATIENCE
 from support.ranks.fork_server import ForkedRanks, living, loaded
 
 
@@ -139,6 +139,34 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
     os.kill(warm, signal.SIGKILL)
     assert living({warm, *others}) == []
     os.unlink(door)
+
+
+KEEPS_NO_MORE = """
+ranks = ForkedRanks()
+ranks.fork([0])
+ranks.warm.keep(sys.argv[2], Deadline(60))
+ranks.warm.keep("", Deadline(60))
+print(ranks.warm.pid, ranks.pid(0), flush=True)
+input()
+"""
+
+
+def test_stopped_server_that_keeps_no_more_ends_with_its_owner(door: str) -> None:
+    tests, script = str(Path(__file__).parents[2]), OWNER.partition("ranks = ")[0] + KEEPS_NO_MORE
+    with subprocess.Popen(
+        [sys.executable, "-c", script, tests, door], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = {int(word) for word in process.stdout.readline().split()}
+        for pid in pids:  # the rank, so that it does not leave by itself
+            os.kill(pid, signal.SIGSTOP)
+        process.kill()
+    try:
+        assert living(pids, GONE) == []
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_stranger_s_bytes_do_no_harm(door: str, ranks: ForkedRanks) -> None:

@@ -112,7 +112,7 @@ class ServerShell:
     def run(self, imports: Callable[[], Loaded]) -> Role | None:
         """Import and serve. Returns ``None`` when the process has to exit, and in a forked child its role."""
         # An import may hold the interpreter for seconds: until it is done, the kernel ends this process with the pool's.
-        raise_on_hangup(PULSE, True)
+        raise_on_hangup(PULSE)
         beside = threading.Thread(target=self._serve_beside, name="hvdlab-forkserver", daemon=True)
         beside.start()
         loaded = imports()
@@ -265,8 +265,8 @@ class ServerShell:
                 self._detached = DetachedSupervisor(Path(path).parent)
                 self._selector.register(self._listener.sock, selectors.EVENT_READ, self._open_door)
                 # Only once the socket exists: during the imports, the kernel ends this process with the
-                # pool's until then.
-                raise_on_hangup(PULSE, False)
+                # pool's until then. SIGCONT stays requested: this process may be stopped when it is kept no longer.
+                wake_on_hangup(PULSE)
         except OSError as failure:
             error = failure.strerror or str(failure)
         self._answers.append(ListenReturned(path, error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tempfile
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -238,3 +239,29 @@ def test_a_rank_that_the_observer_starts_at_the_end_of_the_last_one_is_waited_fo
     assert [type(heard.get(timeout=PATIENCE)) for _ in range(3)] == [Started, Ended, Started]
     assert not starter._idle.is_set()  # close() would not wait for rank 1
     starter.close(0.0)
+
+
+def test_signal_after_the_close_writes_into_no_other_file(
+    monkeypatch: pytest.MonkeyPatch, reach: Listeners, ended: SimpleQueue[Ended]
+) -> None:
+    pipes: list[tuple[int, int]] = []
+    pipe2 = os.pipe2
+
+    def recorded(flags: int) -> tuple[int, int]:
+        pipes.append(pipe2(flags))
+        return pipes[-1]
+
+    request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe2", recorded)
+        starter = ExecStarter(
+            request, SimpleNamespace(handle=ended.put), (Host("far", 4),), reach=reach, python="python"
+        )
+    with tempfile.TemporaryFile() as file:
+        starter.close(0.0)
+        for descriptor in pipes[0]:  # the numbers of the closed pipe are reused
+            os.dup2(file.fileno(), descriptor)
+        starter.signal(0, signal.SIGCONT)
+        assert os.fstat(file.fileno()).st_size == 0
+        for descriptor in pipes[0]:
+            os.close(descriptor)

@@ -80,6 +80,7 @@ class ExecStarter:
         self._idle = threading.Event()
         self._idle.set()
         self._tails: defaultdict[int, OutputTail] = defaultdict(OutputTail)  # only for the thread
+        #: The pipe that wakes the thread; the writing end is guarded by the lock, and -1 once it is closed.
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="hvdlab-exec", daemon=True)
         self._thread.start()
@@ -179,12 +180,13 @@ class ExecStarter:
         self._wake()
         self._thread.join()
         os.close(self._wakeup)
-        os.close(self._wakeup_write)
+        with self._lock:
+            writer, self._wakeup_write = self._wakeup_write, -1
+        os.close(writer)
 
     def _wake(self) -> None:
-        with contextlib.suppress(
-            BlockingIOError, OSError
-        ):  # full: it wakes as well; closed: the thread has ended
+        # Under the lock: once the pipe is closed, its number may be that of another file.
+        with self._lock, contextlib.suppress(OSError):  # full: it wakes as well; closed: the thread has ended
             os.write(self._wakeup_write, b"\0")
 
     def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:

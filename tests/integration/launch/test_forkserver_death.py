@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +17,9 @@ import pytest
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.children import ChildPipes
-from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Signal
+from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Guard, Signal, encode
 from hvdlab.launch.processes import describe, detail, readable, start_time
+from support.patience import PATIENCE
 from support.ranks.fork_server import ForkedRanks, living, loaded
 
 
@@ -210,3 +213,39 @@ def test_messages_that_come_while_early_ones_are_delivered_come_after_them(
     os.close(server._wakeup)
     os.close(server._wakeup_write)
     assert heard == [*early, late]
+
+
+class EndpointFirst(selectors.DefaultSelector):
+    """Selector that reports sockets before pipes, which are registered by their numbers."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        return sorted(super().select(timeout), key=lambda found: isinstance(found[0].fileobj, int))
+
+
+def test_callback_that_closes_leaves_the_other_events_of_its_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selectors, "DefaultSelector", EndpointFirst)
+    failures: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failures.append)
+    readers: list[threading.Thread] = []
+    closed = threading.Event()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(["true"])  # a fork server that ends at once, so that close() does not wait
+        handle = client.ServerHandle(ours, process.pid, None, process)
+        server = client.ForkServer(handle, None, {}, "program")
+
+        def listener(message: FromServer) -> None:
+            if message == ForkFailed(1, "last"):
+                server.close()
+                closed.set()
+                return
+            readers.append(threading.current_thread())
+            # More than the socket takes, so that the thread is woken; and the next round has another message, too.
+            server.send(Guard(("x" * (1 << 24),)))
+            theirs.sendall(encode(ForkFailed(1, "last")))
+
+        server.listen(listener, lambda reason: None)
+        theirs.sendall(encode(ForkFailed(0, "first")))
+        assert closed.wait(PATIENCE)
+        readers[0].join(PATIENCE)
+    assert failures == []

@@ -382,6 +382,9 @@ class ForkServer:
         if selector.get_key(endpoint).events != wanted:
             selector.modify(endpoint, wanted)
         for key, _ in selector.select():
+            # A callback may have closed this: the other descriptors of the round may be those of other files by now.
+            if self._leaving:
+                return
             if key.fileobj == self._wakeup:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wakeup, 64)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -296,6 +297,8 @@ class GpuRanks:
         self._within = within
         self._coordinator = CoordinatorProcess.start(size=size)
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        #: Bytes of each rank that were read, and belong to later answers.
+        self._unread: defaultdict[int, bytearray] = defaultdict(bytearray)
         for rank in range(size):
             environment = {
                 **os.environ,
@@ -340,12 +343,17 @@ class GpuRanks:
         """Return the next answer of a rank. Raises ``TaskFailed`` if it is an error, or has not come at this instant."""
         process = self.processes[rank]
         assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
-        if not readable:
-            raise NotAnswered(f"rank {rank} did not answer within {self._within:g} s ({task})")
-        line = process.stdout.readline()
-        if not line:
-            raise TaskFailed(f"rank {rank} ended with exit code {process.wait()} ({task})")
+        # Bytes that were read ahead come first: of those, select() knows nothing.
+        unread = self._unread[rank]
+        while b"\n" not in unread:
+            readable, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+            if not readable:
+                raise NotAnswered(f"rank {rank} did not answer within {self._within:g} s ({task})")
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            if not data:
+                raise TaskFailed(f"rank {rank} ended with exit code {process.wait()} ({task})")
+            unread += data
+        line, _, self._unread[rank] = unread.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         if "error" in found:
             raise TaskFailed(f"rank {rank}: {found['error']} ({task})")
@@ -375,6 +383,7 @@ class GpuRanks:
         self.processes[rank].send_signal(number)
         if number == signal.SIGKILL:
             process = self.processes.pop(rank)
+            self._unread.pop(rank, None)
             process.wait()
             _close_pipes(process)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,17 @@ work, check_gpus.CheckedRank._work = check_gpus.CheckedRank._work, first
 """
     assert check_gpus.run(2, program("xy", late), tmp_path / "found.json", PATIENCE) == 0
     assert found_in(tmp_path / "found.json")["interrupt"]["ends"]["1"]["end"] == "AbortedError"
+
+
+def test_answers_that_come_together_are_both_read() -> None:
+    code = r"""
+import os, sys
+for line in sys.stdin:
+    os.write(1, b'{"is": "first"}\n{"is": "second"}\n')
+"""
+    ranks = check_gpus.GpuRanks(1, (sys.executable, "-c", code), PATIENCE)
+    try:
+        assert ranks.ask("work") == {0: {"is": "first"}}
+        assert ranks.answers("interrupt") == {0: {"is": "second"}}
+    finally:
+        ranks.close()

@@ -299,23 +299,30 @@ class GpuRanks:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         #: Bytes of each rank that were read, and belong to later answers.
         self._unread: defaultdict[int, bytearray] = defaultdict(bytearray)
-        for rank in range(size):
-            environment = {
-                **os.environ,
-                "HVDLAB_COORDINATOR": self._coordinator.address,
-                "HVDLAB_TOKEN": self._coordinator.token,
-                "HVDLAB_RANK": str(rank),
-                "HVDLAB_SIZE": str(size),
-            }
-            self.processes[rank] = subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                # Ctrl-C in the terminal reaches the checker alone, which ends the ranks by the end of their
-                # input.
-                start_new_session=True,
-            )
+        try:
+            for rank in range(size):
+                self.processes[rank] = self._started(rank, size, program)
+        except BaseException:  # the caller has no object to close yet
+            self.close()
+            raise
+
+    def _started(self, rank: int, size: int, program: Sequence[str]) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "HVDLAB_COORDINATOR": self._coordinator.address,
+            "HVDLAB_TOKEN": self._coordinator.token,
+            "HVDLAB_RANK": str(rank),
+            "HVDLAB_SIZE": str(size),
+        }
+        return subprocess.Popen(
+            program,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            # Ctrl-C in the terminal reaches the checker alone, which ends the ranks by the end of their
+            # input.
+            start_new_session=True,
+        )
 
     def ask(self, task: str, **more: Any) -> Answers:
         """Give all ranks a task, and return their answers. Raises ``TaskFailed``."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,8 @@ from hvdlab.runner import check_gpus, cli
 from support.fakes import nccl as fake_nccl
 from support.fakes.checked_gpus import rank_program as program
 from support.patience import PATIENCE
+
+CAT = ("cat",)
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +178,20 @@ for line in sys.stdin:
         assert ranks.answers("interrupt") == {0: {"is": "second"}}
     finally:
         ranks.close()
+
+
+def test_checker_that_cannot_start_a_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    popen, started = subprocess.Popen, list[Any]()
+
+    def refuse(command: Any, **options: Any) -> Any:
+        if command is not CAT:
+            return popen(command, **options)
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(popen(command, **options))
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with pytest.raises(BlockingIOError):
+        check_gpus.GpuRanks(2, CAT, PATIENCE)
+    assert started[0].returncode == 0

@@ -387,11 +387,11 @@ class RayKeeper:
     def all(self) -> list[KeptJob]:
         """Return the pools of the cluster. Raises ``StartError`` if there is no cluster."""
         ray = connect()
-        asked = {
-            entry["name"]: _call(ray.get_actor(entry["name"], NAMESPACE).describe)
-            for entry in ray.util.list_named_actors(all_namespaces=True)
-            if entry["namespace"] == NAMESPACE
-        }
+        asked = {}
+        for entry in ray.util.list_named_actors(all_namespaces=True):
+            if entry["namespace"] == NAMESPACE:
+                with contextlib.suppress(ValueError):  # it has ended since it was listed
+                    asked[entry["name"]] = _call(ray.get_actor(entry["name"], NAMESPACE).describe)
         # ray.wait() raises ValueError for an empty list.
         ready, _ = (
             ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_WITHIN)

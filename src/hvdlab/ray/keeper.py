@@ -214,9 +214,16 @@ class PoolActor:
             self._changed.wait_for(lambda: self._incarnation > incarnation, _END_WITHIN)
             return self._ending if self._incarnation > incarnation else self._coordinator.ending()
 
-    def replace_coordinator(self, incarnation: int, timeout: float) -> int:
-        """Have another coordinator than that of this incarnation. Returns the incarnation that there is now."""
+    def replace_coordinator(self, number: int, incarnation: int, timeout: float) -> int:
+        """Have another coordinator than that of this incarnation. Returns the incarnation that there is now.
+
+        Raises:
+            StartError: No other one starts, or the caller has lost the pool.
+        """
         with self._changed:
+            # The incarnation alone does not tell: it may still be current when the next tenant uses the pool.
+            if not self._tenancy.holds(number):
+                raise StartError("this process uses the pool no more")
             if self._incarnation <= incarnation:
                 self._respawn(timeout)
             return self._incarnation
@@ -497,7 +504,7 @@ class RayHeldPool:
 
     def replace_coordinator(self, timeout: float) -> None:
         """Have another coordinator. Raises ``StartError``."""
-        replaced = _call(self._actor.replace_coordinator, self._incarnation, timeout)
+        replaced = _call(self._actor.replace_coordinator, self._number, self._incarnation, timeout)
         self._incarnation = int(_answer(replaced, timeout + _MORE))
 
     def resized(self, size: int) -> None:

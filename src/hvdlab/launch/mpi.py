@@ -94,19 +94,24 @@ class MembershipRanks:
 
     def _on_membership(self, membership: Membership) -> None:
         events: list[Started | Ended] = []
+        living = set(membership.ranks)
         with self._lock:
+            # Deaths before members: a rank may be back as another process, which an earlier one's death does not concern.
+            for death in membership.deaths:
+                known = self._pids.get(death.rank)
+                if known is not None and (known == death.pid or death.rank not in living):
+                    del self._pids[death.rank]
+                    self._ended.add(death.rank)
+                    events.append(Ended(death.rank, death.pid, death.reason))
             # A membership that arrives after end_all() must not report the ranks as started again.
             for member in membership.members if not self._over else ():
                 if self._pids.get(member.rank) != member.pid:
                     self._pids[member.rank] = member.pid
                     self._ended.discard(member.rank)
                     events.append(Started(member.rank, member.pid))
-            for death in membership.deaths:
-                if self._pids.pop(death.rank, None) is not None:
-                    events.append(Ended(death.rank, death.pid, death.reason))
-            for rank in set(self._pids) - set(membership.ranks):
+            for rank in set(self._pids) - living:
+                self._ended.add(rank)
                 events.append(Ended(rank, self._pids.pop(rank), "it left"))
-            self._ended.update(event.rank for event in events if isinstance(event, Ended))
         for event in events:
             self._ranks.handle(event)
 

@@ -47,6 +47,27 @@ def test_starts_and_ends_are_reported_once() -> None:
     assert coordinator.tell(10, 0, 12, deaths=(death,)) == [Started(2, 12)]
 
 
+def test_death_of_an_earlier_process_leaves_its_successor() -> None:
+    coordinator = Coordinator()
+    coordinator.tell(10, 11)
+    death = m.Death(rank=1, pid=11, when=0.0, reason="its connection was closed")
+    assert coordinator.tell(10, 12, deaths=(death,)) == [
+        Ended(1, 11, "its connection was closed"),
+        Started(1, 12),
+    ]
+    assert coordinator.tell(10, 12, deaths=(death,)) == []
+    coordinator.events.clear()
+    coordinator.ranks.end_all(2, "mpiexec ended")
+    assert coordinator.events == [Ended(0, 10, "mpiexec ended"), Ended(1, 12, "mpiexec ended")]
+
+
+def test_death_of_a_process_that_was_never_a_member_ends_its_rank() -> None:
+    coordinator = Coordinator()
+    coordinator.tell(10, 11)
+    death = m.Death(rank=1, pid=12, when=0.0, reason="its connection was closed")
+    assert coordinator.tell(10, deaths=(death,)) == [Ended(1, 12, "its connection was closed")]
+
+
 def test_the_end_of_what_started_them_is_the_end_of_those_that_are_left() -> None:
     coordinator = Coordinator()
     coordinator.tell(10, 11)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from typing import IO, Any, cast, get_args
 
 import pytest
 
+from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.launch.host_agent import wire
@@ -127,6 +129,32 @@ def test_ranks_that_come_back_one_by_one_share_the_cores_with_those_to_come(
     assert {ended.get(timeout=PATIENCE).rank for _ in range(4)} == {0, 1, 2, 3}
     starter.start_on("far", (2,), 4)
     assert reach.connected[1].first_order().threads == 4
+
+
+def test_start_that_reaches_not_all_hosts_orders_no_rank(
+    monkeypatch: pytest.MonkeyPatch, reach: Listeners, ended: SimpleQueue[Ended]
+) -> None:
+    connect = reach.connect
+
+    def refuse(host: str, python: str, errors: IO[bytes] | None) -> Listener:
+        if host == "farther":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ssh")
+        return connect(host, python, errors)
+
+    monkeypatch.setattr(reach, "connect", refuse)
+    request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+    hosts = Host("far", 1), Host("farther", 1)
+    starter = ExecStarter(request, SimpleNamespace(handle=ended.put), hosts, reach=reach, python="python")
+    with pytest.raises(StartError, match="the agent of farther could not be started"):
+        starter.start((0, 1), 2)
+    starter.start_on("far", (2,), 3)
+    (far,) = reach.connected
+    assert isinstance(far.next_order(), wire.Start)
+    order = far.next_order()
+    assert isinstance(order, wire.Spawn)
+    assert [spec.rank for spec in order.ranks] == [2]
+    starter.close(0.0)
+    assert [ended.get(timeout=PATIENCE).rank, ended.empty()] == [2, True]
 
 
 def test_all_ranks_that_a_host_will_have_share_its_cores(starter: ExecStarter, reach: Listeners) -> None:

@@ -100,15 +100,16 @@ class ExecStarter:
             by_host.setdefault(self._hosts[slots[rank].host].name, []).append(rank)
         with self._lock:
             require_running(self._closing)
+            # All agents before the first order: if one can't be started, no rank runs that `close` would not wait for.
+            for host in by_host:
+                if host not in self._links:
+                    all_here = [slot.rank for slot in slots if self._hosts[slot.host].name == host]
+                    self._connect(host, all_here)
             for host, those in by_host.items():
-                link = self._links.get(host) or self._connect(
-                    host, [slot.rank for slot in slots if self._hosts[slot.host].name == host]
-                )
                 # Queued under the lock that also guards `_host_of`: the thread sends it only after the ranks are
                 # known, and so disowns no report of theirs.
-                link.send(
-                    wire.Spawn(tuple(self._spec(rank, size, slots[rank].where, host) for rank in those))
-                )
+                specs = (self._spec(rank, size, slots[rank].where, host) for rank in those)
+                self._links[host].send(wire.Spawn(tuple(specs)))
                 self._host_of |= dict.fromkeys(those, host)
             self._idle.clear()
         self._wake()

@@ -8,12 +8,13 @@ itself serves. All messages about a widget pass through the kernel, which theref
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from hvdlab.collectives.client import Client
+from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.kernel_ext.notebook.output.merge import label
 from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, as_bytes, decode_comm, encode_comm
 
@@ -133,6 +134,9 @@ def _alone(comm: Any, message: dict[str, Any]) -> None:
 
 Write = Callable[[str, str], None]
 
+KEPT_MESSAGES = 10_000
+"""Messages of the page that wait for a coordinator. Beyond that the oldest ones go: a slider's newest position counts."""
+
 
 class CommRelay:
     """Relay between comms of a pool's ranks and comms of the page. Lives as long as the pool's connection.
@@ -148,7 +152,12 @@ class CommRelay:
         self._client, self._here, self._states = client, here, states
         self._lock = threading.Lock()
         self._comms: dict[str, tuple[Any, Write]] = {}
+        #: Held while messages of the page are sent, so that all go out in order.
+        self._posting = threading.Lock()
+        #: Messages of the page that were not sent yet, each with its rank: there may be no coordinator.
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_MESSAGES)
         client.on_mail(COMM, self._from_rank)
+        client.on_reconnected(lambda membership: self._post_kept())
 
     def _from_rank(self, rank: int, body: bytes) -> None:
         """Pass on a message of a rank. The client's thread."""
@@ -194,7 +203,21 @@ class CommRelay:
         data = content["content"].get("data", {})
         message = CommMessage(kind, comm, data, content.get("metadata", {}), as_bytes(content.get("buffers")))
         self._states.message_passed(comm, data, message.buffers)
-        self._client.post(COMM, encode_comm(message), (rank,))
+        with self._posting:
+            self._kept.append((rank, encode_comm(message)))
+        self._post_kept()
+
+    def _post_kept(self) -> None:
+        """Send the messages that wait, if there is a coordinator. Any thread."""
+        with self._posting:
+            while self._kept:
+                rank, body = self._kept.popleft()
+                try:
+                    self._client.post(COMM, body, (rank,))
+                except CoordinatorLostError:
+                    # Under the lock: the call after the client has reconnected finds it, in front of the later ones.
+                    self._kept.appendleft((rank, body))
+                    return
 
     def _forget(self, comm: str) -> None:
         with self._lock:

@@ -182,19 +182,23 @@ class CommRelay:
     def _open(self, rank: int, message: CommMessage) -> None:
         from comm import create_comm
 
+        # Not opened here, as a comm that is primary would be: the page can answer or close it as soon as it is open there.
         comm = create_comm(
             target_name=message.target,
             target_module=message.module,
-            data=message.data,
-            metadata=message.metadata,
-            buffers=list(message.buffers),
             comm_id=message.comm,
+            primary=False,
         )
         comm.on_msg(lambda content: self._to_rank(rank, "comm_msg", message.comm, content))
         comm.on_close(lambda content: self._to_rank(rank, "comm_close", message.comm, content))
         with self._lock:
             self._comms[message.comm] = comm, self._here()
         self._states.opened(message.comm, message.target, message.data, message.buffers)
+        try:
+            comm.open(message.data, message.metadata, list(message.buffers))
+        except BaseException:
+            self._forget(message.comm)
+            raise
 
     def _to_rank(self, rank: int, kind: str, comm: str, content: dict[str, Any]) -> None:
         """Pass on a message of the frontend. The thread that takes the kernel's comm messages."""

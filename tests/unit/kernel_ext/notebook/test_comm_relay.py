@@ -123,3 +123,23 @@ def test_updates_are_kept_on_if_next_coordinator_is_lost_too(client: FakeClient,
     client.reconnect()
     client.reconnect()
     assert client.values == [(1, (3,)), (2, (3,))]
+
+
+def test_page_that_answers_at_once_is_heard(
+    client: FakeClient, comms: FakeComms, states: WidgetStates
+) -> None:
+    comms.opened = lambda: comms.page_sets(1)
+    rank_opens(client)
+    assert client.values == [(1, (3,))]
+    assert states.add_to({}, [], [])[0]["a"]["state"] == {"value": 1}
+
+
+def test_nothing_stays_of_comm_that_page_closes_at_once(
+    client: FakeClient, comms: FakeComms, states: WidgetStates
+) -> None:
+    comms.opened = lambda: comms.page_sends("comm_close", {})
+    rank_opens(client)
+    assert [message.kind for message, _ in client.posted] == ["comm_close"]
+    assert states.add_to({}, [], []) == ({}, [], [])
+    client.from_rank(3, encode_comm(CommMessage("comm_msg", "a", {"late": True}, {}, ())))
+    assert "comm_msg" not in [kind for kind, _ in comms.published]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,6 +252,7 @@ class OutputMagics(NotebookMagics):
             self._show(recorder, ranks, options)
 
     def _show(self, recorder: CellRecorder, ranks: list[int], options: argparse.Namespace) -> None:
+        from hvdlab.kernel_ext.notebook.cells.sink import drain
         from hvdlab.kernel_ext.notebook.output.transcript import last_lines, write_text
 
         transcript = recorder.transcript
@@ -264,15 +264,14 @@ class OutputMagics(NotebookMagics):
         elif options.tail:
             for rank, text in last_lines(transcript, ranks, options.tail).items():
                 print(f"── rank {rank} ──\n{text}".rstrip("\n"))
-        elif transcript.running:
-            recorder.attach(self._sinks(ranks, options, background=True), ranks)
         else:
-            sinks = self._sinks(ranks, options, background=False)
-            recorder.attach(sinks, ranks)
-            for sink in sinks:
-                drain(sink)
-            self._print_lost(transcript)
-            self._end(transcript.ending)
+            sinks = self._sinks(ranks, options, background=transcript.running)
+            # Not by `running`: a cell may have ended since, and then its driver shows these sinks nothing.
+            if not recorder.attach(sinks, ranks):
+                for sink in sinks:
+                    drain(sink)
+                self._print_lost(transcript)
+                self._end(transcript.ending)
 
     def _sinks(
         self, ranks: list[int], options: argparse.Namespace, *, background: bool
@@ -294,9 +293,3 @@ class OutputMagics(NotebookMagics):
         elif ending.values is not None:
             publish: Any = self.session.shell.display_pub.publish
             publish(dict(ending.values), {})
-
-
-def drain(sink: OutputSink) -> None:
-    """Show everything that a sink holds back, at its pace; an interrupt ends that."""
-    while (at := sink.tick(time.monotonic())) is not None:
-        time.sleep(max(0.0, at - time.monotonic()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -113,3 +114,9 @@ def each_sink(sinks: Sinks) -> tuple[OutputSink, ...]:
     if sinks is None:
         return ()
     return (sinks,) if isinstance(sinks, OutputSink) else tuple(sinks)
+
+
+def drain(sink: OutputSink) -> None:
+    """Show everything that a sink holds back, at its pace; an interrupt ends that."""
+    while (at := sink.tick(time.monotonic())) is not None:
+        time.sleep(max(0.0, at - time.monotonic()))

@@ -29,7 +29,7 @@ import msgspec
 
 from hvdlab.collectives.settings import read_variables
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
-from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, NullSink, OutputSink, Sinks, each_sink
+from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, NullSink, OutputSink, Sinks, drain, each_sink
 from hvdlab.kernel_ext.notebook.output.error_report import report
 from hvdlab.kernel_ext.notebook.output.merge import HOLD, LineMerger, LineSplitter, Piece, Shown, Text, label
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
@@ -542,20 +542,25 @@ class CellRecorder(OutputSink):
                 return
         shown()
 
-    def attach(self, sinks: Sinks, ranks: Sequence[int]) -> None:
+    def attach(self, sinks: Sinks, ranks: Sequence[int]) -> bool:
         """Show the output of these ranks so far, and all that follows, on further sinks as well.
 
-        Any thread. Once the cell has ended, the sinks get all and no ending.
+        Any thread. Once the cell has ended, the sinks get all and no ending, and the caller calls their ``tick``.
+
+        Returns:
+            Whether the cell's driver calls the sinks from now on: the cell has not ended.
         """
         with self.transcript.lock:
+            running = self.transcript.running
             for sink in each_sink(sinks):
                 sink.set_transcript(self.transcript)
                 self.transcript.replay(sink, ranks)
-                if self.transcript.running:
+                if running:
                     self._attached = (*self._attached, (GuardedSink(sink), frozenset(ranks)))
         # The driver can be asleep without a time limit, and the new sink may have output to show.
         if self._wake is not None:
             self._wake()
+        return running
 
     # -- the driver's thread ------------------------------------------------------------------------------------------
 
@@ -610,6 +615,8 @@ class CellRecorder(OutputSink):
             self._record(lambda: self.transcript.finish(_ending(results)))
             if self.transcript.running:  # the values' own code made _ending fail
                 self.transcript.finish(Ending())
+        for sink, _ in self._attached:
+            drain(sink)  # it may have come after the driver's last `tick`; from here on none can come
         for sink in self._all():
             sink.finished(results)
         for sink, _ in self._attached:

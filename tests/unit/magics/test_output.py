@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hvdlab.magics.view_magics import OutputMagics
 from support.fakes.notebook import Notebook
 from support.patience import PATIENCE
 
@@ -87,6 +90,25 @@ def test_a_cell_in_the_background_goes_on_where_it_was_asked_for(
         job.wait(PATIENCE)
     assert ended.wait(PATIENCE)
     assert written[0] == "[0,1] early\n"
+
+
+def test_cell_that_ends_while_it_is_looked_up_is_shown_with_its_end(
+    started: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started.run("%%hvd_run --background --output none --out job\nprint('early')\nblock()")
+    make: Callable[..., Any] = OutputMagics._sinks
+
+    def end_meanwhile(*arguments: Any, **more: Any) -> Any:
+        job = started.shell.user_ns["job"]
+        job.interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            job.wait(PATIENCE)
+        return make(*arguments, **more)
+
+    monkeypatch.setattr(OutputMagics, "_sinks", end_meanwhile)
+    again = started.run("%hvd_output")
+    assert again.lines == ["[0,1] early"]
+    assert "were interrupted" in again.stderr
 
 
 @pytest.mark.parametrize(

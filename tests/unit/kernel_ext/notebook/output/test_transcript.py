@@ -239,6 +239,31 @@ def test_another_screen_gets_all_that_was_and_all_that_comes(tmp_path: Path) -> 
     assert third.text(0) + third.text(1) == "early\nlate\nnot asked for\n"
 
 
+def test_sink_that_joins_after_last_tick_shows_all_before_the_end(tmp_path: Path) -> None:
+    class Paced(Seen):
+        """Sink that shows one of its lines at each tick."""
+
+        def tick(self, now: float) -> float | None:
+            shown = sum(event == ("tick",) for event in self.events)
+            if shown == 3:
+                return None
+            self.events.append(("tick",))
+            return now
+
+        def finished(self, results: CellResults) -> None:
+            self.events.append(("finished",))
+
+    paced = Paced()
+    recorder = CellRecorder(transcript(tmp_path), Seen())
+    recorder.output(0, (Stream("stdout", "a\n"),))
+    # The driver finds nothing left to show, and is about to end the run.
+    assert recorder.tick(0.0) is None
+    recorder.attach(paced, [0])
+    recorder.finished(CellResults((0, 1), {}))
+    assert paced.events == [(0, Stream("stdout", "a\n")), ("tick",), ("tick",), ("tick",), ("finished",)]
+    assert not recorder.attach(Seen(), [0])
+
+
 def test_what_a_cell_waited_for_is_kept_once_it_is_over(tmp_path: Path) -> None:
     seen, again = Seen(), Seen()
     recorder = CellRecorder(transcript(tmp_path), seen)

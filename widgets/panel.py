@@ -166,38 +166,47 @@ class Panel:
         if recording is None:
             self._send({"type": "nothing", "pool": pool}, [])
             return
-        old = self._shown.get(pool)
-        if old is not None and not old.ended and old.recording is recording:
-            old.until, old.rows_until = until, rows_until
-            if has is not None or known != old.name:
-                self._resume(old, known, has)
-            return
-        shown = self._make(pool, recording, until, rows_until)
-        if shown is None:
-            return
-        if old is not None:
-            old.publisher.close()
-        self._resume(shown, known, has)
-
-    def _make(self, pool: str, recording: Recording, until: float, rows_until: float) -> ShownPool | None:
-        changeable, membership = self._backend.changeable(pool), None
+        changeable = self._backend.changeable(pool)
+        # Under the lock: pages say hello on several threads, and two feeds would send all of it twice.
         with self._changing:
             if self._closed:
-                return None
-            name = self._names.setdefault(recording, uuid.uuid4().hex)
-            shown = ShownPool(recording, name, until, rows_until)
-            if changeable is not None:
-                shown.actions = MembershipActions(changeable, recording.notify)
-                membership = MembershipNews(changeable, shown.actions, recording)
-            shown.publisher = RecordingFeed(
-                recording,
-                lambda message, buffers: self._forward(pool, shown, message, buffers),
-                lambda: None,
-                rows=False,
-                points=False,
-                membership=membership,
-            )
-            self._shown[pool] = shown
+                return
+            old = self._shown.get(pool)
+            if old is None or old.ended or old.recording is not recording:
+                shown = self._make(pool, recording, changeable, until, rows_until)
+            else:
+                shown = old
+                shown.until, shown.rows_until = until, rows_until
+        # Outside: the end of a feed's thread is waited for, and that thread may be about to take the lock.
+        if old is not None and old is not shown:
+            old.publisher.close()
+        if old is not shown or has is not None or known != shown.name:
+            self._resume(shown, known, has)
+
+    def _make(
+        self,
+        pool: str,
+        recording: Recording,
+        changeable: ChangeablePool | None,
+        until: float,
+        rows_until: float,
+    ) -> ShownPool:
+        """Return the pool with a feed of its own, which sends from now on. The caller holds the lock."""
+        membership = None
+        name = self._names.setdefault(recording, uuid.uuid4().hex)
+        shown = ShownPool(recording, name, until, rows_until)
+        if changeable is not None:
+            shown.actions = MembershipActions(changeable, recording.notify)
+            membership = MembershipNews(changeable, shown.actions, recording)
+        shown.publisher = RecordingFeed(
+            recording,
+            lambda message, buffers: self._forward(pool, shown, message, buffers),
+            lambda: None,
+            rows=False,
+            points=False,
+            membership=membership,
+        )
+        self._shown[pool] = shown
         return shown
 
     def _resume(self, shown: ShownPool, known: object, has: Has | None) -> None:

@@ -15,6 +15,7 @@ from hvdlab.collectives.types import Membership
 from hvdlab.widgets import panel as panel_module
 from hvdlab.widgets import recording_feed
 from hvdlab.widgets.panel import Panel
+from hvdlab.widgets.recording_feed import RecordingFeed
 from support.effort import examples
 from support.fuzz.protocol import run
 from support.patience import PATIENCE
@@ -169,6 +170,35 @@ def test_who_falls_silent_gets_nothing_any_more(desk: Desk, page: Page) -> None:
         page.wait(lambda: page.rows() == recording.end)
     finally:
         panel.close()
+
+
+def test_pages_that_say_hello_at_once_share_one_feed(
+    panel: Panel, desk: Desk, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    made: list[object] = []
+
+    def make(*arguments: Any, **more: Any) -> RecordingFeed:
+        made.append(one := RecordingFeed(*arguments, **more))
+        return one
+
+    # Both have found no feed when either of them makes one.
+    both = threading.Barrier(2, timeout=PATIENCE)
+
+    def changeable(pool: str) -> None:
+        both.wait()
+
+    monkeypatch.setattr(desk, "changeable", changeable)
+    monkeypatch.setattr(panel_module, "RecordingFeed", make)
+    pages = [threading.Thread(target=panel.receive, args=(hello(),)) for _ in range(2)]
+    for thread in pages:
+        thread.start()
+    for thread in pages:
+        thread.join()
+    page.wait(lambda: page.rows() >= recording.end)
+    assert [message for message in page.messages if message["type"] == "nothing"] == []
+    assert len(made) == 1
 
 
 def test_pools_are_shown_side_by_side(panel: Panel, desk: Desk, page: Page) -> None:

@@ -217,9 +217,10 @@ class Panel:
 
     def _forward(self, pool: str, shown: ShownPool, message: dict[str, Any], buffers: list[bytes]) -> None:
         now = time.monotonic()
-        if now > shown.until:
-            # Before the feed ends: a page that subscribes from now on gets another one.
-            shown.ended = True
+        with self._changing:
+            # In one step with the look at the time: a page has either renewed the subscription, or gets another feed.
+            shown.ended = now > shown.until
+        if shown.ended:
             shown.publisher.close()  # this is the publisher's own thread, which ends then
             return
         if message["count"] and now > shown.rows_until:

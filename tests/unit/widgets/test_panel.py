@@ -18,7 +18,7 @@ from hvdlab.widgets.panel import Panel
 from hvdlab.widgets.recording_feed import RecordingFeed
 from support.effort import examples
 from support.fuzz.protocol import run
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 from support.timeline_traces import steps
 
 
@@ -199,6 +199,54 @@ def test_pages_that_say_hello_at_once_share_one_feed(
     page.wait(lambda: page.rows() >= recording.end)
     assert [message for message in page.messages if message["type"] == "nothing"] == []
     assert len(made) == 1
+
+
+class ReportingLock:
+    """Lock that reports a thread which has to wait for it."""
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._lock, self._report = threading.Lock(), report
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._report()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+def test_page_that_renews_while_its_lease_ends_is_served_on(
+    panel: Panel, desk: Desk, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    renewed = threading.Event()
+
+    def renew() -> None:
+        panel.receive(hello(), lease=HOUR)
+        renewed.set()
+
+    page_thread = threading.Thread(target=renew)
+
+    class EndingPool(panel_module.ShownPool):
+        """Pool whose page renews its subscription when the feed has found it over."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "ended" and value and page_thread.ident is None:
+                page_thread.start()
+                assert renewed.wait(PATIENCE)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(panel, "_changing", ReportingLock(renewed.set))
+    monkeypatch.setattr(panel_module, "ShownPool", EndingPool)
+    panel.receive(hello(), lease=HOUR)
+    page.wait(lambda: page.rows() == recording.end)
+    name, before = page.messages[-1]["recording"], len(page.messages)
+    panel.receive(hello(recording=name, since=None), lease=1e-9)
+    feed(recording)
+    page.wait(lambda: page.rows(since=before) == recording.end)
+    page_thread.join()
 
 
 def test_pools_are_shown_side_by_side(panel: Panel, desk: Desk, page: Page) -> None:

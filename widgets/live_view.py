@@ -114,6 +114,10 @@ class TableView(RecordingView):
         self._closing = threading.Event()
         #: Whether a page was loaded again, whose picture is old: updates of it went to the page before.
         self._reopened = False
+        #: Held while the thread decides to end, and while a page finds out whether it has ended.
+        self._ending = threading.Lock()
+        #: Whether the thread still draws. A thread that has decided to end is alive for a moment longer.
+        self._serving = True
         super().__init__(recording, **traits)
 
     @abstractmethod
@@ -129,8 +133,24 @@ class TableView(RecordingView):
         self.on_msg(self._receive)
         self._update()
         name = f"hvdlab-{self._title.lower()}"
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._run()
+        finally:
+            while self._serves_on():
+                with self.failures.guard("the still picture"):
+                    self._output.refresh()
+
+    def _serves_on(self) -> bool:
+        """Return whether a page waits for a new picture; if not, the thread draws no more."""
+        with self._ending:
+            # A page that said hello after the last update has found the thread serving, and has drawn nothing itself.
+            self._serving = self._reopened and not self._closing.is_set()
+            self._reopened = False
+            return self._serving
 
     def _wanted(self) -> bool:
         return self._closing.is_set() or self._reopened
@@ -146,7 +166,9 @@ class TableView(RecordingView):
             # Before the wake-up, upon which the view's thread reads it.
             self._reopened = True
             self.recording.wake_waiters()
-            if not self._thread.is_alive():
+            with self._ending:
+                ended = not self._serving
+            if ended:
                 self._output.refresh()
 
     def close(self) -> None:

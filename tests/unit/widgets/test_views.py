@@ -521,3 +521,34 @@ def test_the_table_of_ranks_is_alive_while_a_cell_runs_and_ended_with_the_pool(
         assert [row["state"] for row in widget.rows] == ["ended"]
     finally:
         widget.close()
+
+
+def test_page_loaded_while_table_ends_gets_new_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("anywidget")
+    from hvdlab.widgets import rank_tables as ranks_widget
+
+    ending, goes_on, drawn = threading.Event(), threading.Event(), threading.Event()
+
+    class EndingTable(ranks_widget.RanksWidget):
+        def _run(self) -> None:
+            super()._run()
+            ending.set()
+            assert goes_on.wait(PATIENCE)
+
+    monkeypatch.setattr(ranks_widget, "RANKS_INTERVAL", 0.01)
+    recording = Recording()
+    widget = EndingTable(recording)
+    try:
+        recording.close()
+        assert ending.wait(PATIENCE)
+        monkeypatch.setattr(widget._output, "refresh", drawn.set)
+        widget._receive(widget, {"type": "hello"}, [])
+        goes_on.set()
+        widget._thread.join(PATIENCE)
+        assert drawn.is_set()
+        drawn.clear()
+        widget._receive(widget, {"type": "hello"}, [])
+        assert drawn.is_set()
+    finally:
+        goes_on.set()
+        widget.close()

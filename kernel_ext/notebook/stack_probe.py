@@ -80,7 +80,12 @@ class CellProbe:
     def probe_processes(self, ranks: Sequence[int]) -> None:
         """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""
         # On another thread: a dump can need all of `DUMP_WITHIN`, and the caller drives the cell.
-        threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True).start()
+        thread = threading.Thread(target=self._look, args=(tuple(ranks),), name="hvdlab-look", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started: the cell goes on, and says less about its ranks
+            for rank in ranks:
+                self._feed(ProcessSeen(rank, ELSEWHERE))
 
     def _look(self, ranks: Sequence[int]) -> None:
         for rank, text in self._probe.describe_processes(ranks).items():

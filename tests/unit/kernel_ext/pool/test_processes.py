@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen
 from hvdlab.kernel_ext.notebook.output.stack_text import called
-from hvdlab.kernel_ext.notebook.stack_probe import describe_state
+from hvdlab.kernel_ext.notebook.requests import RankRequests
+from hvdlab.kernel_ext.notebook.stack_probe import ELSEWHERE, StackProbe, describe_state
 
 
 @pytest.mark.parametrize(
@@ -43,3 +47,28 @@ def test_a_dump_is_read_once_it_is_complete() -> None:
     assert called(DUMP) == ""
     assert called(DUMP + OURS) == "cell [4] line 4 in slow"
     assert called(OURS) == ""
+
+
+class DistantRanks:
+    """Ranks of another host, to which no mail goes."""
+
+    def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None: ...
+
+    def loss_reason(self, rank: int) -> str:
+        return ""
+
+    def local_pid(self, rank: int) -> None:
+        return None
+
+
+def test_probe_without_thread_reports_ranks_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ranks = DistantRanks()
+    found: list[Event] = []
+    probe = StackProbe(ranks, RankRequests(ranks, ranks), ranks).watch(found.append)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    # The thread that drives the cell calls it: an error would end the drive, and not the cell.
+    probe.probe_processes((1, 3))
+    assert found == [ProcessSeen(1, ELSEWHERE), ProcessSeen(3, ELSEWHERE)]

@@ -263,7 +263,12 @@ class MembershipActions:
             self._thread = threading.Thread(
                 target=self._run, args=(act, answer), name="hvdlab-membership-action", daemon=True
             )
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                self.busy = ""
+                answer({"error": f"no thread can be started: {error}"})
+                return
         self._changed()
 
     def _run(self, act: Callable[[], str], answer: Callable[[dict[str, Any]], None]) -> None:

@@ -182,6 +182,21 @@ def test_one_thing_is_done_at_a_time(pool: FakePool) -> None:
     assert changed[:2] == ["restart of rank 0", ""]
 
 
+def test_action_without_thread_is_refused_and_next_one_done(
+    pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    actions, answers = MembershipActions(pool, lambda: None), Answers()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", fail)
+        actions.begin({"what": "repair"}, answers)
+    assert answers.all == [{"error": "no thread can be started: can't start new thread"}]
+    actions.begin({"what": "repair"}, answers)
+    assert "is back" in answers.wait(2)[1]["text"]
+
+
 # -- display ----------------------------------------------------------------------------------------------------------
 
 

@@ -338,10 +338,22 @@ class LateOutputView:
         """Queue output of a rank; ``shown`` is called once the sink has room for more. Any thread; does not block."""
         with self._changed:
             self._waiting.append((rank, chunks, shown))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._show, name="hvdlab-late-output", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if self._thread is not None or self._started():
+                self._changed.notify()
+                return
+            self._waiting.pop()
+        # No thread can be started. `%hvd_output` has the output; the rank must not wait for a screen.
+        shown()
+
+    def _started(self) -> bool:
+        """Start the thread, and return whether that worked. The caller holds the lock."""
+        thread = threading.Thread(target=self._show, name="hvdlab-late-output", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            return False
+        self._thread = thread
+        return True
 
     def _show(self) -> None:
         if self._sink is None:

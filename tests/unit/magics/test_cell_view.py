@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
@@ -62,3 +64,22 @@ def test_a_rank_may_write_on_once_the_sink_holds_little_back() -> None:
     if thread is not None:
         thread.join(PATIENCE)
     assert late._thread is None
+
+
+def test_rank_writes_on_if_no_thread_can_show_its_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    sink, first, second = SlowSink(), threading.Event(), threading.Event()
+    sink.may.set()
+    late = LateOutputView(lambda: sink, [0])
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", fail)
+        late(0, (Stream("stdout", "a"),), first.set)
+    assert first.is_set()
+    late(0, (Stream("stdout", "b"),), second.set)
+    assert second.wait(PATIENCE)
+    assert sink.shown == ["b"]
+    thread = late._thread
+    if thread is not None:
+        thread.join(PATIENCE)

@@ -694,9 +694,9 @@ class TranscriptStore:
             recorder.late(rank, chunks, shown)
 
     def forget(self, cell: str) -> None:
-        """Drop the recorder of a cell that did not begin."""
+        """Drop the recorder of a cell that did not begin, if it is kept."""
         with self._lock:
-            del self._recorders[cell]
+            self._recorders.pop(cell, None)  # the pool may have been stopped meanwhile
 
     def close(self) -> None:
         """Forget everything, files included."""

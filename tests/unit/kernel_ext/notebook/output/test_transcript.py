@@ -206,6 +206,14 @@ def test_many_small_cells_are_not_kept_for_ever(tmp_path: Path) -> None:
     assert kept.find("999") is not None
 
 
+def test_cell_that_did_not_begin_is_forgotten_after_close_too(tmp_path: Path) -> None:
+    kept = TranscriptStore(tmp_path / "output")
+    kept.record("c", "[7]", (0,), Seen())
+    kept.close()
+    kept.forget("c")
+    assert kept.all() == []
+
+
 def test_nothing_is_made_where_the_pool_is_gone(tmp_path: Path) -> None:
     kept = TranscriptStore(tmp_path / "removed" / "output")
     recorder = kept.record("c", "[1]", (0,), Seen())

@@ -712,9 +712,9 @@ class TranscriptStore:
         for cell, recorder in list(self._recorders.items()):
             if len(self._recorders) <= KEPT_CELLS and memory <= KEPT_IN_MEMORY:
                 return
-            if not recorder.transcript.running:
-                memory -= recorder.transcript.in_memory
-                self._forget(cell)
+            in_memory = recorder.transcript.in_memory
+            if not recorder.transcript.running and self._forget(cell):
+                memory -= in_memory
 
     def _room(self, size: int) -> str:
         """Return why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.

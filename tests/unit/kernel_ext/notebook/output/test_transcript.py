@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from hvdlab.kernel_ext.notebook.output.transcript import (
     write_text,
 )
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Clear, Display, Stream
+from support.patience import PATIENCE
 
 MEGABYTE = "z" * 99 + "\n"
 MEGABYTE *= 10_000
@@ -212,6 +214,33 @@ def test_cell_that_did_not_begin_is_forgotten_after_close_too(tmp_path: Path) ->
     kept.close()
     kept.forget("c")
     assert kept.all() == []
+
+
+def test_cell_that_is_shown_makes_no_room_and_next_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transcript_module, "KEPT_IN_MEMORY", 250)
+    kept = TranscriptStore(tmp_path / "output")
+    for number in range(3):
+        recorder = kept.record(f"c{number}", f"[{number}]", (0,), Seen())
+        recorder.output(0, (Stream("stdout", "m" * 100),))
+        recorder.transcript.finish(Ending())
+    shown, goes_on = threading.Event(), threading.Event()
+
+    def show() -> None:
+        with kept.all()[0].transcript.lock:
+            shown.set()
+            assert goes_on.wait(PATIENCE)
+
+    showing = threading.Thread(target=show)
+    showing.start()
+    try:
+        assert shown.wait(PATIENCE)
+        kept.record("c3", "[3]", (0,), Seen())
+    finally:
+        goes_on.set()
+        showing.join()
+    assert [one.transcript.cell for one in kept.all()] == ["c0", "c2", "c3"]
 
 
 def test_nothing_is_made_where_the_pool_is_gone(tmp_path: Path) -> None:

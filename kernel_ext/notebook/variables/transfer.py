@@ -87,8 +87,9 @@ def pull(
                 raise LookupError(f"rank {rank}: {name}: {error}")
         parts = _fetch_all(questions, name, transfers[0], sizes, near, None) if sizes else {}
     finally:
-        if lent:
-            questions.send(ReleaseTransfer(transfers[0]), ranks)
+        # An interrupt can come before `make`: then there is no transfer to release.
+        for transfer_id in transfers if lent else ():
+            questions.send(ReleaseTransfer(transfer_id), ranks)
     values: dict[int, Any] = {}
     for rank, answer in found.items():
         # The bytes come from a rank that this pool started: code that the user runs with the same rights.

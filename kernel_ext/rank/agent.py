@@ -329,7 +329,7 @@ class RankAgent:
     def _queue_request(self, request: RankRequest) -> None:
         """Queue a request for the main thread. It can come twice: repeat its answer if that is kept, otherwise do it once."""
         ticket = request.ticket
-        # The queue first, as _work() notes a job before it removes it from there: in one of the two it is found. The answers
+        # The queue first, as _work() stores a job before it removes it from there: in one of the two it is found. The answers
         # last: the job may end meanwhile, and has its answer then.
         queued = any(getattr(job, "ticket", None) == ticket for job in (*self._jobs, self._job))
         answer = self._outgoing.cached_reply(ticket) or self._comparing.cached_reply(ticket)
@@ -421,7 +421,7 @@ class RankAgent:
             # Before the queue is looked at: a job that is queued after the look sets the event again.
             self._arrived.clear()
             while self._jobs and not self._leaving:
-                # Noted before it leaves the queue: a request that comes again in between is in both, instead of in neither.
+                # Stored before it leaves the queue: a request that comes again in between is in both, instead of in neither.
                 job = self._job = self._jobs[0]
                 self._jobs.popleft()
                 async with self._turn:

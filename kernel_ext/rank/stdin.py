@@ -150,7 +150,7 @@ class RankStdin:
             del self._waiting[request.number]
             raise KeyboardInterrupt
         try:
-            # Noted first: after an interrupt in between, cell_ended() resumes once too often, which has no
+            # Stored first: after an interrupt in between, cell_ended() resumes once too often, which has no
             # effect. The other way round the engine would stay paused.
             if waiting.on_main:
                 self._pauses.add(request.number)
@@ -162,7 +162,7 @@ class RankStdin:
             if waiting.reply is None or waiting.reply.error == INTERRUPTED:
                 self._post(PromptWithdrawn(request.cell, request.number))
             self._engine.resume(AT_A_PROMPT)
-            # By its number, not by a count: an interrupt may have come before it was noted.
+            # By its number, not by a count: an interrupt may have come before it was stored.
             self._pauses.discard(request.number)
         reply = waiting.reply
         assert reply is not None

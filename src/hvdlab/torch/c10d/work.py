@@ -150,7 +150,7 @@ class HvdlabWork(dist.Work):
                 if not self._over:
                     self._error = failed
                     if self._error is None:
-                        self._take(results)
+                        self._deliver_results(results)
                 self._over = True
                 # It refers to memory as large as the outputs, which a work that the user keeps would keep alive.
                 self._deliver = None
@@ -164,7 +164,7 @@ class HvdlabWork(dist.Work):
             # The same object is raised each time: with its last traceback it would keep the frames of that call alive.
             raise self._error.with_traceback(None)
 
-    def _take(self, results: Sequence[Result]) -> None:
+    def _deliver_results(self, results: Sequence[Result]) -> None:
         """Deliver the results to the outputs, and keep the error if that fails. The caller holds the lock."""
         if self._members:
             self._source = self._members.index(results[0].source)

@@ -87,7 +87,7 @@ class IdleCoordinator:
 
 @pytest.fixture(autouse=True)
 def ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # type: ignore[arg-type]  # of which the keeper uses these
+    monkeypatch.setitem(sys.modules, "ray", FakeRay())  # of which the keeper uses these
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ class FakeComms:
     """Comms of the kernel, and the page: it acts as soon as a comm is open there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        manager = comm.base_comm.CommManager()  # type: ignore[no-untyped-call]  # it has no annotations
+        manager = comm.base_comm.CommManager()  # it has no annotations
         page = self
 
         class PageComm(comm.base_comm.BaseComm):

@@ -70,11 +70,13 @@ def test_a_failed_write_leaves_no_draft_and_the_pool_as_it_was(
 def test_a_pool_is_kept_although_another_process_removes_the_empty_directory_meanwhile(
     registry: KeptPoolRegistry, kept: KeptPoolEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, lock, removed = tmp_path / "private" / "pools", fcntl.flock, []
+    place, lock = tmp_path / "private" / "pools", fcntl.flock
+    removed: list[Path] = []
 
     def lock_after_the_other(descriptor: int, operation: int) -> None:
         if not removed:
-            removed.append(place.rmdir())
+            place.rmdir()
+            removed.append(place)
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", lock_after_the_other)
@@ -85,12 +87,14 @@ def test_a_pool_is_kept_although_another_process_removes_the_empty_directory_mea
 def test_the_lock_is_not_that_of_a_directory_that_was_removed_and_made_again(
     registry: KeptPoolRegistry, kept: KeptPoolEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, lock, made = tmp_path / "private" / "pools", fcntl.flock, []
+    place, lock = tmp_path / "private" / "pools", fcntl.flock
+    made: list[Path] = []
 
     def lock_after_the_others(descriptor: int, operation: int) -> None:
         if not made:
             place.rmdir()
-            made.append(place.mkdir(mode=0o700))
+            place.mkdir(mode=0o700)
+            made.append(place)
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", lock_after_the_others)

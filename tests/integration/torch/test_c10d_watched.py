@@ -682,6 +682,63 @@ def test_a_variable_that_names_no_way_is_refused(monkeypatch: pytest.MonkeyPatch
         WatchOptions().inner_backend(dist.HashStore(), 0, 1)
 
 
+# -- a backward pass whose buckets meet two generations ---------------------------------------------------------------------
+
+
+def _make_two_buckets() -> None:
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 128), torch.nn.Linear(128, 4))
+    # After the first step the buckets have the order of the gradients, and stay: of 2.2 and 33 KiB.
+    KEPT["two"] = torch.nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=4 / 1024)
+    for _ in range(2):
+        _step_of_two()
+
+
+def _step_of_two(between: Callable[[], None] = lambda: None) -> list[float]:
+    """Make a step; ``between`` is called in the backward pass, once the first bucket was launched."""
+    model, rank = KEPT["two"], dist.get_rank()
+    model.zero_grad()
+    first = model.module[0]
+    hidden = []
+    hook = first.register_forward_hook(lambda layer, given, output: hidden.append(output))
+    try:
+        loss = model(torch.full((2, 4), float(rank + 1))).sum()
+    finally:
+        hook.remove()
+    hidden[0].register_hook(lambda grad: between())
+    loss.backward()
+    return [float(parameter.grad.sum()) for parameter in model.module.parameters()]
+
+
+def _aborts_between_buckets() -> list[float]:
+    """Rank 0 aborts the group between its buckets; rank 1 launches its first one only then."""
+    group: Any = dist.group.WORLD
+    ended = threading.Event()
+    context.engine().on_abort(lambda message: ended.set())
+    dist.monitored_barrier(KEPT["gloo"])
+
+    def abort() -> None:
+        group.abort()
+        ended.wait()
+
+    if dist.get_rank() == 0:
+        with pytest.raises((AbortedError, RuntimeError), match="rank 0 called abort"):
+            _step_of_two(abort)
+    else:
+        ended.wait()
+    return _step_of_two()
+
+
+def test_a_bucket_whose_step_was_given_up_meets_no_bucket_of_the_next_generation() -> None:
+    # Gloo ends the process that gets a message of another size than it expects.
+    with Ranks(2, init=False, imports=["hvdlab.torch"]) as ranks:
+        ranks.run(_begin, timeout=60)
+        ranks.run(_make_two_buckets, timeout=60)
+        for _ in range(2):
+            one, other = ranks.run(_aborts_between_buckets, timeout=60)
+            assert one == other
+
+
 # -- a successor of the coordinator ---------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,35 @@ class ModelPart(NamedTuple):
 WHOLE = ModelPart()
 """Of an operation that is for no known part of a model."""
 
+OPERATIONS: dict[str, tuple[str, int]] = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather of lists", 1),
+    "allgather_coalesced": ("all_gather of lists", 1),
+    "_allgather_base": ("all_gather", 1),
+    "all_gather_single": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "all_gather_single_coalesced": ("all_gather", 1),
+    "reduce_scatter": ("reduce_scatter of lists", 0),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_single": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "all_to_all_single": ("all_to_all", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "barrier": ("barrier", -1),
+}
+"""Torch's methods of a group: the operation's name, and which argument has the tensor whose shape and dtype the ranks compare."""
+
+
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+"""Methods whose options name a root."""
+
 
 def is_local(name: str) -> bool:
     """Return whether torch made this name for a group that only its members make: a hash, which may differ from member to member.

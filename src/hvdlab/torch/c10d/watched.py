@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from hvdlab.collectives import context
 from hvdlab.collectives.engine.engine import Engine
@@ -62,7 +63,7 @@ from hvdlab.torch.c10d.launch_ring import (
     WatchMail,
     launch_of,
 )
-from hvdlab.torch.c10d.operation_names import renamed
+from hvdlab.torch.c10d.operation_names import OPERATIONS, ROOTED, renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
@@ -88,35 +89,6 @@ _TOPIC = "c10d.watched"
 _CREATION = "dist.new_group"
 _SPACE_KEY, _SPACE_BYTES = "watched", 16
 """The key of torch's store under which rank 0 names the inner groups' spaces in hvdlab's, and the random bytes of that name."""
-
-_OPERATIONS: dict[str, tuple[str, int]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather of lists", 1),
-    "allgather_coalesced": ("all_gather of lists", 1),
-    "_allgather_base": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single_coalesced": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter of lists", 0),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "reduce_scatter_single_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "barrier": ("barrier", -1),
-}
-"""Torch's methods of a group: the operation's name, and which argument has the tensor whose shape and dtype the ranks compare."""
-
-
-_ROOTED = ("broadcast", "reduce", "gather", "scatter")
-"""Methods whose options name a root."""
 
 
 class LaunchWatch:
@@ -299,8 +271,7 @@ class WatchedGroup(HvdlabProcessGroup):
             raise self._not_all_came()
         end = self._last_end
         if end is not None and end.generation >= number:
-            cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site, end.decision)
-            raise renamed(AbortedError(Pending("barrier", ""), cause, self.process_set, number), _CREATION)
+            raise renamed(self._aborted_by(end, Pending("barrier", "")), _CREATION)
         self._calls.require_usable(_CREATION)
         self._require_made(generation)
 
@@ -413,6 +384,9 @@ class WatchedGroup(HvdlabProcessGroup):
         self._inquiries.clear()
         # Before the thread that drops the inner group, which empties the list.
         flying = list(old.flying)
+        new.split = old.split | {
+            work.backward for work in flying if work.backward >= 0 and not work.is_over()
+        }
         if (inner := old.inner or old.connecting) is not None:
             self._aborted = inner
             # From now on no thread launches anything in it. The abort can wait for bytes that flow, which the control thread must not do.
@@ -505,6 +479,11 @@ class WatchedGroup(HvdlabProcessGroup):
         part = calls.part(operation.removesuffix(" of lists"), [] if tensor is None else [tensor])
         while True:
             generation = self._ready(operation)
+            # A backward pass in C++ launches its next buckets before it raises the error of one that was given up. In this generation they
+            # would meet other buckets, of ranks that begin the step again: messages of other sizes, at which Gloo ends the process. An error
+            # here would leave the wrapped model in the middle of its reduction for ever.
+            if generation.split and torch._C._current_graph_task_id() in generation.split:
+                return self._given_up(operation, channel, part.about)
             with self._launching:
                 inner = generation.inner
                 # _ready() waited without the lock, so this generation can have ended since.
@@ -517,6 +496,28 @@ class WatchedGroup(HvdlabProcessGroup):
                 return self._launch(
                     generation, inner, method, operation, tensor, channel, part.about, args, kwargs
                 )
+
+    def _given_up(self, operation: str, channel: str, about: str) -> WatchedWork:
+        """Return the work of a launch that is not made: it has ended with the generation in which its backward pass has begun."""
+        assert self._last_end is not None
+        former = Generation(self._last_end.generation)
+        former.ended = self._last_end
+        number = self._calls.sequence + 1
+        slot = LaunchSlot(
+            former.number,
+            channel,
+            0,
+            number,
+            operation,
+            None,
+            None,
+            call_site(2),
+            about,
+            self._world.steps.taken,
+        )
+        work = WatchedWork(self, former, slot, self._calls.seconds)
+        work.failed(RuntimeError("its backward pass was given up"))
+        return work
 
     def _launch(
         self, generation: Generation, inner: InnerGroup, method: str, operation: str, tensor: Any, channel: str, about: str,
@@ -854,14 +855,10 @@ class WatchedGroup(HvdlabProcessGroup):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def give_up(self, work: WatchedWork, seconds: float) -> None:
-        """Have all ranks give up the launches in flight, since a wait has exceeded its limit. Any thread; the end comes later.
-
-        A request can be lost with the coordinator, and neither its successor nor the core of this rank repeats it: nothing is pending in the
-        core. So :meth:`look` repeats it until the generation has ended.
-        """
+        """Have all ranks give up the launches in flight, since a wait has exceeded its limit. Any thread; the end comes later."""
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
-        # Before it is sent: if the coordinator dies in between, a later look finds it. At the work's own generation: if that has ended by
-        # now, no look may end the next one.
+        # A request can be lost with the coordinator, and the core repeats none: nothing is pending there. So look() repeats it. Stored before it
+        # is sent, and with the work's own generation: if that has ended by now, no look may end the next one.
         work.generation.end_request = EndRequest(text, time.monotonic())
         self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
         self._watch.look_later(self._pause())
@@ -902,15 +899,18 @@ class WatchedGroup(HvdlabProcessGroup):
             if verdict.note:
                 error.add_note(verdict.note)
             return error
-        cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site, end.decision)
         own = launch_of(slot, self._members).site
         pending = Pending("barrier", "", (self._engine.rank,), end.ranks, {self._engine.rank: own})
         if verdict is not None and verdict.missing:
             sites = dict(zip(verdict.waited, verdict.sites, strict=True))
             pending = Pending("barrier", "", verdict.waited, verdict.missing, sites)
-        aborted = AbortedError(pending, cause, self.process_set, work.generation.number)
+        aborted = self._aborted_by(end, pending)
         why = self._calls.explain(work.generation.number, aborted) if slot.channel == COLLECTIVES else ""
         return renamed(aborted, operation, why, slot.part)
+
+    def _aborted_by(self, end: Abort, pending: Pending) -> AbortedError:
+        cause = Cause(CauseKind(end.kind), end.ranks, end.text, end.site, end.decision)
+        return AbortedError(pending, cause, self.process_set, end.generation)
 
 
 def _first(tensors: Any) -> Any:
@@ -926,7 +926,7 @@ def _handing_over(method: str, operation: str, index: int, agreed: Callable[...,
     """Return the method of a watched group for one of torch's methods."""
 
     def call(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
-        if method in _ROOTED:
+        if method in ROOTED:
             self.require_root(operation, args[-1])
         tensor = _first(args[index]) if 0 <= index < len(args) else None
         if not self.is_watched(tensor, args[-1] if args else None):
@@ -937,7 +937,7 @@ def _handing_over(method: str, operation: str, index: int, agreed: Callable[...,
     return call
 
 
-for _method, (_operation, _index) in _OPERATIONS.items():
+for _method, (_operation, _index) in OPERATIONS.items():
     setattr(
         WatchedGroup,
         _method,

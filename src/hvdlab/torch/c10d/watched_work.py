@@ -75,6 +75,7 @@ class Generation:
         judged: Launches with a verdict since they were reported last, by channel and number.
         failed_cell: The last cell that has failed on another rank; empty if none has.
         end_request: This rank's request for its end, until it has ended.
+        split: Autograd's numbers of the backward passes in which the former generations have given up operations.
         ended: The end of its generation, once it has ended.
     """
 
@@ -93,6 +94,7 @@ class Generation:
         self.judged: set[tuple[str, int]] = set()
         self.failed_cell = ""
         self.end_request: EndRequest | None = None
+        self.split: frozenset[int] = frozenset()
         self.ended: Abort | None = None
 
 
@@ -113,6 +115,8 @@ class WatchedWork(dist.Work):
         super().__init__()
         self._group, self.generation, self.slot, self.seconds = group, generation, slot, seconds
         self.began = time.monotonic()
+        #: Autograd's number of the backward pass that has launched it; -1 outside of one.
+        self.backward: int = torch._C._current_graph_task_id()
         #: When this rank reported it as late, or as failed; 0 for not yet.
         self.reported = 0.0
         #: The comparers that it was reported to since the last verdict.

@@ -343,19 +343,33 @@ THROUGH_HOST = "CUDA tensors through the host"
 
 
 def links_text(links: Links) -> str:
-    """Return ``NVLink`` if all ranks are reached by it; otherwise the ranks by their links: ``same GPU: 1; NVLink: 2-3``."""
+    """Return ``NVLink`` if all ranks are reached by it; otherwise the ranks by their links: ``same GPU: 1; NVLink: 2-3``.
+
+    Args:
+        links: The ranks by kind of link; at least one kind.
+    """
     if len(links) == 1:
         return next(iter(links))
     return "; ".join(f"{link}: {compact_ranks(ranks)}" for link, ranks in links.items())
 
 
 def plane_text(plane: str, chunk_bytes: int) -> str:
-    """Return a plane of the host, with the size of its chunks where it was measured (otherwise 0): ``shm in chunks of 512 KiB``."""
+    """Return a plane of the host, with the size of its chunks where that was measured: ``shm in chunks of 512 KiB``.
+
+    Args:
+        plane: Its name.
+        chunk_bytes: Size of its chunks in bytes; 0 if it was not measured.
+    """
     return f"{plane} in chunks of {chunk_bytes // 1024} KiB" if chunk_bytes else plane
 
 
 def planes_text(planes: Iterable[str], links: Links) -> str:
-    """Return the planes of a process set, those for devices last, with the links of the last one: ``shm, cuda/ipc (NVLink)``."""
+    """Return the planes of a process set, with the links of the last one: ``shm, cuda/ipc (NVLink)``.
+
+    Args:
+        planes: Their names, those for devices last; empty ones are left out.
+        links: The links of CUDA tensors, by kind; empty if no rank was reached.
+    """
     text = ", ".join(filter(None, planes))
     return f"{text} ({links_text(links)})" if links else text
 
@@ -371,7 +385,15 @@ _KEY = "memory"
 
 
 def publish_memfd(store: KeyValue, name: str, size: int) -> int:
-    """Make a segment of ``size`` bytes and offer it to the members of this host. The caller closes it once they have opened it.
+    """Make a segment and offer it to the members of this host.
+
+    Args:
+        store: Rendezvous store of these members alone.
+        name: Beginning of the segment's name, which only the kernel shows.
+        size: Its size in bytes.
+
+    Returns:
+        Its descriptor, which the caller closes once the other members have opened it.
 
     Raises:
         PlaneBroken: The system gives no memory or no descriptor.
@@ -387,7 +409,14 @@ def publish_memfd(store: KeyValue, name: str, size: int) -> int:
 
 
 def open_memfd(store: KeyValue, timeout: float) -> int:
-    """Open the segment that the first member of this host offers. The caller closes the descriptor.
+    """Open the segment that the first member of this host offers.
+
+    Args:
+        store: Rendezvous store of these members alone.
+        timeout: Seconds to wait for the offer.
+
+    Returns:
+        Its descriptor, which the caller closes.
 
     Raises:
         PlaneBroken: It can't be opened from here; the text names likely causes.
@@ -435,12 +464,20 @@ _FROM_NUMPY = {storage: dtype for dtype, storage in _STORAGE.items() if dtype is
 
 
 def storage_type(dtype: DType) -> np.dtype[Any]:
-    """Return the numpy type that holds elements of ``dtype``; ``uint16`` holds bfloat16's bits."""
+    """Return the numpy type that holds elements of a type; ``uint16`` holds bfloat16's bits.
+
+    Args:
+        dtype: The core's element type.
+    """
     return _STORAGE[dtype]
 
 
 def dtype_of(array: npt.NDArray[Any]) -> DType | None:
-    """Return the core's element type of a numpy array, or ``None`` if the core has none for it."""
+    """Return the core's element type of a numpy array, or ``None`` if the core has none for it.
+
+    Args:
+        array: Of any shape and dtype. One of ``uint16`` has none: its elements are integers, not bfloat16.
+    """
     return _FROM_NUMPY.get(array.dtype)
 
 
@@ -499,19 +536,23 @@ class HostBuffer:
 
     @property
     def pointer(self) -> int:
+        """Return the address of the first element."""
         address: int = self.array.__array_interface__["data"][0]
         return address
 
     @property
     def nbytes(self) -> int:
+        """Return the size in bytes."""
         return self.array.nbytes
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the extent of each dimension, in elements."""
         return self.array.shape
 
     @property
     def device(self) -> str:
+        """Return the device class of the host."""
         return HOST
 
 
@@ -520,13 +561,21 @@ Tensor: TypeAlias = HostArray | Buffer
 
 
 def buffer_of(tensor: Tensor, dtype: DType) -> Buffer:
-    """Return a tensor as a plane takes it; an array in one dimension."""
+    """Return a tensor as planes work on it: a buffer on a device as it is, and an array in one dimension, without a copy.
+
+    Args:
+        tensor: C-contiguous.
+        dtype: Its element type.
+    """
     # Arrays are C-contiguous, so this is a view: the plane writes into the user's own output.
     return HostBuffer(tensor.reshape(-1), dtype) if isinstance(tensor, np.ndarray) else tensor
 
 
 def host_view(tensor: Tensor | Buffer) -> HostArray:
-    """Return the array of a tensor of the host.
+    """Return the array of a tensor of the host, without a copy.
+
+    Args:
+        tensor: An array, or the buffer of one.
 
     Raises:
         TypeError: It is on another device.

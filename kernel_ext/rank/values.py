@@ -10,7 +10,7 @@ import asyncio
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
@@ -156,12 +156,14 @@ class OutgoingTransfer:
         parts: The memory.
         released: Set once the pool needs the parts no more; None if the main thread does not wait for that.
         reads: How many chunks were read.
+        buffer: The chunk that was read last. Each transfer has its own: the pool may be copying one while it reads another.
     """
 
     answer: Value | Snapshot
     parts: tuple[memoryview, ...]
     released: asyncio.Future[None] | None
     reads: int = 0
+    buffer: ChunkBuffer = field(default_factory=ChunkBuffer)
 
 
 class OutgoingTransfers:
@@ -178,7 +180,6 @@ class OutgoingTransfers:
         #: the main thread would wait for a pool that never asks.
         self._released: deque[int] = deque(maxlen=REMEMBERED)
         self._leaving = False
-        self._buffer = ChunkBuffer()
 
     def offer(self, answer: Value, parts: Sequence[memoryview]) -> None:
         """Keep the parts of an answer. Main thread, before the answer is sent."""
@@ -214,7 +215,8 @@ class OutgoingTransfers:
                     return
         finally:
             self._transfers.pop(ticket, None)
-            self._buffer.free()
+            if transfer is not None:
+                transfer.buffer.free()
 
     # -- control thread -----------------------------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class OutgoingTransfers:
             return TransferChunk(request.ticket, None)
         transfer.reads += 1
         data = transfer.parts[request.part][request.offset : request.offset + request.length]
-        chunk = self._buffer.put(
+        chunk = transfer.buffer.put(
             request.length, lambda target: copy_to(target, data), share=request.share, plain=data
         )
         return TransferChunk(request.ticket, *chunk)
@@ -251,7 +253,7 @@ class OutgoingTransfers:
     def _free(self, number: int, transfer: OutgoingTransfer) -> None:
         if transfer.released is None:
             self._transfers.pop(number, None)
-            self._buffer.free()
+            transfer.buffer.free()
         else:
             self._loop.call_soon_threadsafe(_resolve, transfer.released)
 

@@ -73,4 +73,3 @@ def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
     # Answers to questions that came while a cell ran: nothing waits for these threads, and a slow machine needs long for the last ones.
     eventually(lambda: not any(thread.name == "hvdlab-looking" for thread in threading.enumerate()))
     rank.engine.errors.clear()  # they were answered
-    rank.agent._outgoing._buffer.free()  # kept for a pool that goes on fetching; a process that ends frees it

@@ -13,7 +13,7 @@ import pytest
 
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.rank import values
-from hvdlab.kernel_ext.rank.values import short_repr
+from hvdlab.kernel_ext.rank.values import OutgoingTransfers, short_repr
 from hvdlab.kernel_ext.wire.pickling import TooLarge, dump, dump_parts
 from hvdlab.kernel_ext.wire.values import (
     Acked,
@@ -21,6 +21,8 @@ from hvdlab.kernel_ext.wire.values import (
     PushValue,
     ReadChunk,
     ReleaseTransfer,
+    SharedBufferReader,
+    Snapshot,
     TransferChunk,
     Value,
     WriteChunk,
@@ -339,6 +341,25 @@ def test_a_pull_that_is_given_up_while_the_value_is_made_does_not_hold_the_rank(
         assert load(pool.ask(PullValue(6, ("1 + 1",)), Value).pickles[0]) == 2
 
     rank.play(script)
+
+
+def test_chunk_of_a_snapshot_outlives_a_pull_beside_it(rank: Rank) -> None:
+    transfers = OutgoingTransfers(rank.loop)
+    transfers.offer_while_running(Snapshot(1, (5,)), [memoryview(b"known")])
+    known = transfers.read(ReadChunk(11, 1, 0, 0, 5, share=True)).shared
+    transfers.offer(Value(2, (None,), ("",), (5,)), [memoryview(b"value")])
+    value = transfers.read(ReadChunk(12, 2, 0, 0, 5, share=True)).shared
+    assert known is not None
+    assert value is not None
+    target = bytearray(5)
+    with SharedBufferReader() as reader:
+        reader.read(value, memoryview(target))
+        assert target == b"value"
+        transfers.release(2)
+        rank.loop.run_until_complete(transfers.released(2))
+        reader.read(known, memoryview(target))
+        assert target == b"known"
+    transfers.release(1)
 
 
 def test_a_large_value_is_brought_in_pieces(rank: Rank) -> None:

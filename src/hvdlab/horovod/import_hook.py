@@ -208,7 +208,9 @@ def environment(environ: Mapping[str, str], force: bool = False) -> dict[str, st
     Returns:
         ``PYTHONPATH``, and with ``force`` also ``HVDLAB_AS_HOROVOD``.
     """
-    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != SHIM]
+    given = environ.get("PYTHONPATH", "")
+    # Empty entries stay: they stand for the working directory. An empty variable has none.
+    entries = [entry for entry in given.split(os.pathsep) if entry != SHIM] if given else []
     entries.insert(0 if force else len(entries), SHIM)
     found = {"PYTHONPATH": os.pathsep.join(entries)}
     return {**found, VARIABLE: Mode.ALWAYS.value} if force else found

@@ -224,10 +224,16 @@ def test_the_stand_in_is_light(python: Run) -> None:
 
 
 def test_the_environment_keeps_what_was_there() -> None:
-    assert environment({}) == {"PYTHONPATH": SHIM}
+    assert environment({}) == environment({"PYTHONPATH": ""}) == {"PYTHONPATH": SHIM}
     assert environment({"PYTHONPATH": "/a:/b"}) == {"PYTHONPATH": f"/a:/b:{SHIM}"}
     forced = {"PYTHONPATH": f"{SHIM}:/a:/b", "HVDLAB_AS_HOROVOD": "1"}
-    assert environment({"PYTHONPATH": f"/a::/b:{SHIM}"}, force=True) == forced
+    assert environment({"PYTHONPATH": f"/a:/b:{SHIM}"}, force=True) == forced
+
+
+def test_empty_entries_of_the_python_path_are_kept() -> None:
+    # They stand for the working directory.
+    assert environment({"PYTHONPATH": "/a::/b"}) == {"PYTHONPATH": f"/a::/b:{SHIM}"}
+    assert environment({"PYTHONPATH": f":/a:{SHIM}"}, force=True)["PYTHONPATH"] == f"{SHIM}::/a"
 
 
 def test_horovodrun_as_a_module(python: Run) -> None:

@@ -158,10 +158,27 @@ class KVStore(KVStoreBase):
         Raises:
             AssertionError, TypeError, ValueError: A key or value is none.
             KVStoreError: A key was not initialised, or a value has another shape than the stored one.
-            Exception: The updater's exception; the stored values are unchanged.
+            Exception: The updater's exception; the stored values, and the rests that compression keeps, are unchanged.
         """
         with self._lock:
-            self._store(self._sums(pairs(key, value)))
+            found = pairs(key, value)
+            residuals = self._residuals_before(found)
+            try:
+                self._store(self._sums(found))
+            except BaseException:
+                # Nothing was stored: the next push must not send a rest of this one.
+                self._residuals = residuals
+                raise
+
+    def _residuals_before(self, found: list[tuple[Key, Any]]) -> dict[tuple[Key, int], Array]:
+        """Return the residuals for the case that the updater raises, with copies of those that a push of these keys changes."""
+        if self._compression is None or self._updater is None:
+            return self._residuals
+        keys = {key for key, _ in found}
+        return {
+            place: residual.copy() if place[0] in keys else residual
+            for place, residual in self._residuals.items()
+        }
 
     def _sums(self, found: list[tuple[Key, Any]]) -> dict[Key, Value]:
         """Return one new array for each key: the sum of the given arrays, compressed if compression is on."""

@@ -376,6 +376,27 @@ def test_one_bit_is_plus_or_minus_one() -> None:
         assert pulled(kv, 1, 3) == expected
 
 
+def test_compressed_push_whose_updater_raises_leaves_no_rest() -> None:
+    kv = kvstore.create("device")
+    kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+    keys, fails, received = ["a", "b"], [False, True, False], dict[str, list[float]]()
+    kv.init(keys, [np.zeros(1, np.float32)] * 2)
+
+    def update(key: str, gradient: Any, stored: Any) -> None:
+        if key == "b" and fails.pop(0):
+            raise ValueError("not now")
+        received[key] = gradient.tolist()
+
+    kv.set_optimizer(update)
+    gradients = [np.full(1, 0.2, np.float32)] * 2
+    kv.push(keys, gradients)
+    with pytest.raises(ValueError, match="not now"):
+        kv.push(keys, gradients)
+    kv.push(keys, gradients)
+    # Two pushes of 0.2 do not reach the threshold.
+    assert received == {"a": [0.0], "b": [0.0]}
+
+
 @pytest.mark.parametrize(
     ("params", "error"),
     [

@@ -501,7 +501,8 @@ class Handle(Entry):
             Whether the engine calls it, or has done so. ``False``: the collective had ended before, and the caller has to do
             the hook's work.
         """
-        assert self.request.on_done is None, "a request has one completion hook"
+        # The same one comes again if an interrupt has struck in here, or before the caller had the answer.
+        assert self.request.on_done in (None, hook), "a request has one completion hook"
         # complete() marks the end and then reads the hook; this sets the hook and then reads the mark. So at least one of the two
         # threads sees the other's store; if both do, the one that claims the hook calls it.
         self.request.on_done = hook

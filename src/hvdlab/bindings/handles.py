@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from hvdlab.bindings.adapter import Memory
@@ -35,7 +36,7 @@ class CoreHandle(Protocol):
     def add_hook(self, hook: CompletionHook) -> bool:
         """Have ``hook`` called when the collective ends; returns ``False``, without calling it, if it has ended already.
 
-        At most once for each handle.
+        At most one hook for each handle. The same hook may be given again, after an interrupt.
         """
         ...
 
@@ -218,18 +219,14 @@ class Handle:
                 raises is logged, and has no effect on the collective or on other callbacks.
         """
         with self._lock:
-            # A handle that has ended has no parts: its completion counts none, and add() calls at once.
-            parts: Sequence[Part[Any]] = ()
             if self._completion is None:
-                parts = self._parts
-                self._completion = _Completion(self, len(parts))
+                # A handle that has ended has no parts: its completion counts none, and add() calls at once.
+                self._completion = _Completion(self, self._parts)
             completion = self._completion
         # Before the hooks: the last part can end while they are added, and the thread of its end calls those
         # callbacks that it finds.
         completion.add(callback, self)
-        for part in parts:
-            if not part.add_hook(completion):
-                completion(None, None)
+        completion.add_hooks()
 
     def _settle(self, timeout: float | None) -> None:
         deadline = None if timeout is None else Deadline(timeout)
@@ -258,21 +255,26 @@ class Handle:
 
 
 class _Completion:
-    """The callbacks of a handle, and the completion hook of its parts, which counts those that have ended.
+    """The callbacks of a handle, and the completion hooks of its parts, which count those that have ended.
 
     Args:
         handle: The handle, which is kept alive until the callbacks have been called.
-        parts: How many parts have not ended.
+        parts: Its parts.
     """
 
-    __slots__ = ("_callbacks", "_handle", "_left", "_lock")
+    __slots__ = ("_callbacks", "_handle", "_left", "_lock", "_unhooked")
 
-    def __init__(self, handle: Handle, parts: int) -> None:
+    def __init__(self, handle: Handle, parts: Sequence[Part[Any]]) -> None:
         self._handle: Handle | None = handle
-        self._left = parts
+        #: The numbers of the parts that have not ended. Not a count: after an interrupt a part can be counted twice.
+        self._left = set(range(len(parts)))
+        #: The parts that have no hook yet, each with its hook, by number.
+        self._unhooked: dict[int, tuple[Part[Any], CompletionHook]] = {
+            number: (part, partial(self._ended, number)) for number, part in enumerate(parts)
+        }
         #: The callbacks to call when the last part ends.
         self._callbacks: list[Callable[[Handle], object]] = []
-        #: Guards the number and the callbacks: parts end on the engine's threads while a user's thread adds
+        #: Guards the numbers and the callbacks: parts end on the engine's threads while a user's thread adds
         #: callbacks.
         self._lock = threading.Lock()
 
@@ -285,15 +287,23 @@ class _Completion:
         # Outside the lock: the callback can add another one to this handle.
         _call(callback, handle)
 
-    def __call__(self, result: Result | None, error: Exception | None, /) -> None:
+    def add_hooks(self) -> None:
+        """Add hooks to the parts that have none, also to those that an interrupt has kept from it in an earlier call."""
+        for number, (part, hook) in tuple(self._unhooked.items()):
+            # An interrupt may have struck after the engine had refused the hook: then only the mark shows that the part has ended.
+            if not part.add_hook(hook) or part.done():
+                hook(None, None)
+            # Last: until then, the next call does all of this again.
+            self._unhooked.pop(number, None)
+
+    def _ended(self, number: int, result: Result | None, error: Exception | None, /) -> None:
         """Count a part that has ended; after the last one, have the callbacks called."""
         with self._lock:
-            self._left -= 1
-            if self._left:
+            self._left.discard(number)
+            if self._left or self._handle is None:
                 return
             handle, self._handle = self._handle, None  # the parts refer to this object, and so to the tensors
             callbacks, self._callbacks = self._callbacks, []
-        assert handle is not None
         for callback in callbacks:
             _call(callback, handle)
 

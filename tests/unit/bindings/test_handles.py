@@ -62,3 +62,40 @@ def test_a_timeout_leaves_the_handle_as_it_was() -> None:
     assert handle.wait() == ["a", "b"]
     assert waited == ["a", "b", "a", "b"]
     assert [table for table in handle.tables] == [((3,),), ((4,),)]
+
+
+class InterruptedCore(ScriptedCore):
+    """Core handle in whose first ``add_hook`` Ctrl-C strikes."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__("a", [])
+        self.when: str | None = when
+        self.hook: CompletionHook | None = None
+
+    def add_hook(self, hook: CompletionHook) -> bool:
+        when, self.when = self.when, None
+        if when == "before":
+            raise KeyboardInterrupt
+        assert self.hook in (None, hook)
+        self.hook = hook
+        if when == "refused":  # the engine refuses a hook once, and this caller does not get the answer
+            self.waited.append(self.name)
+        if when is not None:
+            raise KeyboardInterrupt
+        return True
+
+
+@pytest.mark.parametrize("when", ["before", "after", "refused"])
+def test_callbacks_after_an_interrupted_one_are_called_once(when: str) -> None:
+    core, called = InterruptedCore(when), list[str]()
+    handle = handle_of(core)
+    with pytest.raises(KeyboardInterrupt):
+        handle.add_done_callback(lambda handle: called.append("first"))
+    handle.add_done_callback(lambda handle: called.append("second"))
+    if not core.done():
+        core.waited.append(core.name)
+        assert core.hook is not None
+        core.hook(Result(), None)
+    assert called == ["first", "second"]
+    handle.add_done_callback(lambda handle: called.append("third"))
+    assert called == ["first", "second", "third"]

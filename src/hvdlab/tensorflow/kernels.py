@@ -20,7 +20,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, byref, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from functools import cache
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from hvdlab.bindings.operations import Binding, Operation
 from hvdlab.collectives import context as core
 from hvdlab.collectives.context import own_number, shown_number
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.errors import CauseKind, InvalidRequestError, NotInitializedError
 from hvdlab.collectives.planes.base import storage_type
 from hvdlab.collectives.process_sets import check_id
 from hvdlab.collectives.text import LOG
@@ -389,7 +389,10 @@ class Execution:
 
 
 def _run(execution: Execution, call: Call) -> None:
-    """Submit the collective of a kernel, whose callback ends the execution. If this raises, the caller has to end it."""
+    """Submit the collective of a kernel, whose callback ends the execution. If this raises, the caller has to end it.
+
+    It raises before the core has the tensors only, but for Ctrl-C within the submission itself.
+    """
     operation, kind = call.operation, call.operation.kind
     if kind is OpKind.JOIN:
         _join(execution, call)
@@ -412,28 +415,56 @@ def _run(execution: Execution, call: Call) -> None:
     except BaseException:
         interrupts.failed()
         raise
-    count = len(tensors)
+    count, unended, struck = len(tensors), [execution], list[BaseException]()
 
     def finished(handle: Handle) -> None:
         # Before the execution ends, in which TensorFlow may run the next kernels: these ask whether any other
         # waits.
         interrupts.ended(handle)
         try:
+            ending = unended.pop()
+        except IndexError:
+            return  # added twice, see _finish_later()
+        failure: BaseException | None = None
+        try:
             outputs = handle.wait()
             if kind is OpKind.ALLGATHER:
-                _give(execution, count, DType.I64, own_rows(handle.tables, operation.process_set))
+                _give(ending, count, DType.I64, own_rows(handle.tables, operation.process_set))
             elif kind is OpKind.ALLTOALL:
-                _give(execution, count, DType.I32, outputs[1])
+                _give(ending, count, DType.I32, outputs[1])
         except BaseException as error:  # noqa: BLE001  # the user gets it from the operation
-            execution.end(error)
-        else:
-            execution.end()
+            failure = error
+        ending.end(struck[0] if struck else failure)
 
-    # Before the callback, which can run at once and report the end.
-    interrupts.started(handle, operation.process_set)
-    handle.add_done_callback(finished)
-    if alone:
-        engine.flush()
+    watched = False
+    try:
+        # Before the callback, which can run at once and report the end.
+        interrupts.started(handle, operation.process_set)
+        watched = True
+        handle.add_done_callback(finished)
+        if alone:
+            engine.flush()
+    except BaseException as error:  # noqa: BLE001  # the user gets it from the operation
+        # Not raised: the caller would end the execution while the core uses its memory, or for a second time.
+        struck.append(error)
+        if not watched:
+            interrupts.failed()
+        _finish_later(handle, finished, operation.process_set)
+
+
+def _finish_later(handle: Handle, finished: Callable[[Handle], None], process_set: int) -> None:
+    """Withdraw a collective at whose start Ctrl-C has struck, and have its execution ended once the core has let go of it."""
+    while True:
+        try:
+            # Perhaps a second time: the interrupt has left open whether it is there.
+            handle.add_done_callback(finished)
+            engine = core.engine()
+            engine.withdraw(f"rank {engine.rank} was interrupted", process_set, CauseKind.INTERRUPTED)
+        except KeyboardInterrupt:
+            continue
+        except NotInitializedError:
+            pass  # hvdlab was shut down, which has ended it
+        return
 
 
 def _give(execution: Execution, place: int, dtype: DType, values: Any) -> None:

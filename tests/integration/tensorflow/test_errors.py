@@ -15,6 +15,7 @@ import pytest
 
 from conformance.bindings.harness import binding
 from conformance.bindings.test_arguments import nothing_works
+from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, MismatchError, UnsupportedError
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks
@@ -156,6 +157,38 @@ def test_an_interrupt_ends_an_operation_on_all_ranks(two: Ranks, how: str) -> No
     one = two.start(waits, how, False, ranks=[1])
     outcomes = two.run(waits, how, True, ranks=[0], timeout=PATIENCE)
     assert outcomes + one.outcomes(PATIENCE) == ["KeyboardInterrupt", "AbortedError"]
+    two.catch_up()
+    two.run(works)
+
+
+def interrupted_start(place: str) -> tuple[str, list[str]]:
+    """Return the error of a kernel whose start Ctrl-C interrupts once the core has its tensors, and the collectives then in flight."""
+    tf, hvd = _modules()
+    from hvdlab.bindings.handles import Handle
+    from hvdlab.tensorflow import interrupts
+
+    holder, name = {"watched": (interrupts, "started"), "added": (Handle, "add_done_callback")}[place]
+    usual, calls = getattr(holder, name), list[str]()
+
+    def strike(*arguments: Any) -> None:
+        calls.append(place)
+        usual(*arguments)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    function = tf.function(lambda: hvd.allreduce(tf.ones(3), name="struck"), autograph=False)
+    function.get_concrete_function()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder, name, strike)
+        with pytest.raises((KeyboardInterrupt, AbortedError)) as caught:
+            function()
+    return caught.type.__name__, [each.name for each in context.engine().pending()]
+
+
+@pytest.mark.parametrize("place", ["watched", "added"])
+def test_interrupted_start_of_a_kernel_leaves_nothing_in_flight(two: Ranks, place: str) -> None:
+    # TensorFlow has the memory back when the error is raised.
+    assert two.run(interrupted_start, place, ranks=[0], timeout=PATIENCE) == [("KeyboardInterrupt", [])]
     two.catch_up()
     two.run(works)
 

@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.spark.common import util
 from hvdlab.spark.common.datamodule import Batches, arrays_of, shard
 from hvdlab.spark.common.store import LocalStore
 from hvdlab.spark.common.util import (
     check_shape_compatibility,
     check_validation,
+    get_dataset_properties,
     get_simple_meta_from_parquet,
     to_list,
 )
@@ -117,3 +119,18 @@ def test_what_is_known_of_parquet(tmp_path: Path) -> None:
     assert to_list(3, 2) == to_list([3], 2) == [3, 3]
     with pytest.raises(ValueError, match="2 values for 3 labels"):
         to_list([1, 2], 3)
+
+
+def test_properties_are_found_while_another_frame_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Meanwhile:
+        """Data frame in whose turn another fit adds its own, as its thread may at any time."""
+
+        @property
+        def index(self) -> int:
+            written["third",] = util._Written(None, 3)
+            return 1
+
+    properties = (9, None, {}, 8.0)
+    written: dict[Any, Any] = {("first",): Meanwhile(), ("second",): util._Written(None, 2, properties)}
+    monkeypatch.setattr(util, "_written", written)
+    assert get_dataset_properties(2) == properties

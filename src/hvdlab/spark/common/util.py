@@ -235,7 +235,8 @@ def prepare_data(
 
 def get_dataset_properties(dataset_idx: int) -> tuple[int, int | None, Metadata, float]:
     """Return the properties that :func:`prepare_data` found: rows to train on, rows for validation, shapes by column, bytes of a row."""
-    for written in _written.values():
+    # A copy, not under the lock, which another fit holds for as long as it writes its frame.
+    for written in tuple(_written.values()):
         if written.index == dataset_idx and written.properties is not None:
             return written.properties
     raise InvalidRequestError(f"There is no data set {dataset_idx}.")

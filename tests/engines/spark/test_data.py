@@ -19,6 +19,7 @@ from hvdlab.spark.common.util import (
     check_validation,
     get_dataset_properties,
     get_simple_meta_from_parquet,
+    prepare_data,
     to_list,
 )
 
@@ -134,3 +135,19 @@ def test_properties_are_found_while_another_frame_is_written(monkeypatch: pytest
     written: dict[Any, Any] = {("first",): Meanwhile(), ("second",): util._Written(None, 2, properties)}
     monkeypatch.setattr(util, "_written", written)
     assert get_dataset_properties(2) == properties
+
+
+def test_rows_without_a_validation_value_are_refused(spark: Any, tmp_path: Path) -> None:
+    from pyspark.sql import SparkSession
+
+    session = SparkSession(spark)
+    store = LocalStore(str(tmp_path))
+    whole = session.createDataFrame([(1.0, 2.0, 0), (3.0, 4.0, 1)], "x double, y double, v int")
+    with prepare_data(1, store, whole, ["y"], ["x"], "v") as index:
+        assert get_dataset_properties(index)[:2] == (1, 1)
+    holed = session.createDataFrame([(1.0, 2.0, 0), (3.0, 4.0, None)], "x double, y double, v int")
+    with (
+        pytest.raises(ValueError, match="Column 'v', which chooses the rows for validation, has nulls"),
+        prepare_data(1, store, holed, ["y"], ["x"], "v"),
+    ):
+        pass

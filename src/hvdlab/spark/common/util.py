@@ -190,7 +190,8 @@ def prepare_data(
     Vectors become arrays. Rows for validation are chosen by ``validation``: a share, at random, or a column of zeros and ones.
 
     Raises:
-        ValueError: Columns are missing, numbers make no sense, or there are no rows.
+        ValueError: Columns are missing, the column that chooses rows for validation has nulls, numbers make no sense, or
+            there are no rows.
     """
     if compress_sparse:
         raise InvalidRequestError(
@@ -262,6 +263,11 @@ def _write(
     chosen = col(validation).cast("int") if isinstance(validation, str) else None
     parts: list[tuple[str, Any]]
     if chosen is not None:
+        if df.where(chosen.isNull()).limit(1).count():  # they would be in neither part
+            raise InvalidRequestError(
+                f"Column {validation!r}, which chooses the rows for validation, has nulls. Set them to 0 or 1, or leave "
+                "these rows out."
+            )
         parts = [
             (store.get_train_data_path(index), df.where(chosen == 0)),
             (store.get_val_data_path(index), df.where(chosen != 0)),

@@ -500,9 +500,11 @@ async def _closing_pipes(
     """Provide the ends of two pipes as streams, which are closed in the end."""
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:
-        reader, reading = await _read_pipe(stack.enter_context(os.fdopen(readable, "rb", 0)))
+        # Both before the first wait, at which a cancellation would leave the other one open.
+        source = stack.enter_context(os.fdopen(readable, "rb", 0))
+        sink = stack.enter_context(os.fdopen(writable, "wb", 0))
+        reader, reading = await _read_pipe(source)
         stack.callback(reading.close)
-        file = stack.enter_context(os.fdopen(writable, "wb", 0))
-        writing, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, file)
+        writing, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sink)
         stack.callback(writing.close)
         yield reader, asyncio.StreamWriter(writing, protocol, None, loop)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import selectors
 import shlex
 import signal
 import subprocess
@@ -29,10 +30,13 @@ from functools import partial
 from typing import Protocol, cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.hosts import Host, parse_hosts
 
 SCRIPT_WITHIN = 10.0
 """Seconds within which a script must have printed its hosts."""
+KILLED_WITHIN = 1.0
+"""Seconds that the processes of a script may take to be gone after SIGKILL."""
 
 
 class HostSource:
@@ -151,34 +155,55 @@ class HostDiscoveryScript(HostDiscovery):
         return Host(host.name, self._default_slots) if bare else host
 
     def _printed(self) -> str:
-        process = subprocess.Popen(
+        with subprocess.Popen(
             self._discovery_script,
             shell=True,  # it is the user's own command line
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="backslashreplace",
             start_new_session=True,
-        )
-        try:
-            out, err = process.communicate(timeout=self._within)
-        except subprocess.TimeoutExpired:
-            raise StartError(f"it did not end within {self._within:g} s, and was killed") from None
-        finally:
-            # Before the pipes are read to their end: a process in the background that holds them would
-            # delay it.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also its processes in the background
-            process.communicate()
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            out, err = bytearray(), bytearray()
+            read = {process.stdout.fileno(): out, process.stderr.fileno(): err}
+            try:
+                ended = _read_to_the_end(process.pid, read, Deadline(self._within))
+            finally:
+                # Before the shell is reaped: from then on another group may have its number.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also its processes in the background
+            if not ended:  # its processes hold the pipes until they are gone, unless one has left the group
+                _read_to_the_end(process.pid, read, Deadline(KILLED_WITHIN))
+        if not ended:
+            raise StartError(f"it did not end within {self._within:g} s, and was killed")
         if process.returncode:
-            last = err.strip().rpartition("\n")[2][:200]
+            last = err.decode(errors="backslashreplace").strip().rpartition("\n")[2][:200]
             code = process.returncode
             how = (
                 f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
             )
             raise StartError(f"it {how}" + (f": {last}" if last else ""))
-        return out
+        return out.decode(errors="backslashreplace")
+
+
+def _read_to_the_end(pid: int, read: Mapping[int, bytearray], deadline: Deadline) -> bool:
+    """Read pipes, by descriptor, until they and a process have ended. Returns whether all have; the process is not reaped."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        with selectors.DefaultSelector() as selector:
+            for descriptor in (pidfd, *read):
+                selector.register(descriptor, selectors.EVENT_READ)
+            while selector.get_map() and not deadline.expired:
+                for key, _ in selector.select(deadline.remaining()):
+                    data = os.read(key.fd, 1 << 16) if key.fd in read else b""
+                    if data:
+                        read[key.fd].extend(data)
+                    else:
+                        selector.unregister(key.fd)
+            return not selector.get_map()
+    finally:
+        os.close(pidfd)
 
 
 class _Duck(HostSource):

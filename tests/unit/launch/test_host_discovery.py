@@ -70,6 +70,22 @@ def test_scripts_that_are_no_help(tmp_path: Path) -> None:
         HostDiscoveryScript("true", 0)
 
 
+@pytest.mark.parametrize("command", ["echo a", "sleep 1000 >&- 2>&- & echo a"])
+def test_script_is_reaped_only_after_its_group_is_killed(
+    monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    killpg, killed = os.killpg, list[int]()
+
+    def recorded(group: int, number: int) -> None:
+        os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # fails once it was reaped
+        killed.append(group)
+        killpg(group, number)
+
+    monkeypatch.setattr(os, "killpg", recorded)
+    assert HostDiscoveryScript(command).find() == {"a": 1}
+    assert len(killed) == 1
+
+
 def test_a_script_that_cannot_be_run_is_refused_at_once(tmp_path: Path) -> None:
     script = tmp_path / "hosts.sh"
     for command in (script, f"{script} --all"):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import pytest
 
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
-from hvdlab.launch.forkserver.children import ChildTable
+from hvdlab.launch.forkserver.children import ChildPipes, ChildTable
 from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.forkserver.messages import CONTROLLER
 from support.ranks.fork_server import PATIENCE, ForkedRanks, loaded
 
 STARTS_PROCESSES = """
@@ -58,6 +61,37 @@ def test_a_thread_of_a_package_may_reap_its_own_process_first(monkeypatch: pytes
         monkeypatch.setattr(os, "wait4", wait4_too_late)
         assert ChildTable(selector, PROGRAM).reap() == []
         assert process.returncode == 0
+
+
+def test_reports_to_a_stopped_controller_hold_nothing_up() -> None:
+    lines = [b"rank %d has ended\n" % rank for rank in range(1000)]
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes it the least that there is
+    pipes = ChildPipes(CONTROLLER, os.getpid(), -1, -1, channel=ours)
+    told = threading.Event()
+    with selectors.DefaultSelector() as selector:
+        table = ChildTable(selector, PROGRAM)
+        table.add(pipes)
+
+        def tell() -> None:
+            for line in lines:
+                table.tell_controller(line)
+            told.set()
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        try:
+            assert told.wait(PATIENCE)
+            read = theirs.recv(1 << 16)  # it runs again
+            while len(read) < len(b"".join(lines)):
+                for key, _ in selector.select(PATIENCE):
+                    assert key.data() == []
+                read += theirs.recv(1 << 16)
+            assert read == b"".join(lines)
+        finally:
+            theirs.close()  # which frees a teller that is held up
+            teller.join()
+            pipes.close()
 
 
 def test_each_rank_has_random_numbers_of_its_own() -> None:

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -60,6 +60,7 @@ class ChildPipes:
         pidfd: Becomes readable when it ends; only for an adopted process, otherwise -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
         unread: Its standard error that was read after its end, and is not part of output that it left.
+        unsaid: Bytes for the controller that its connection has not taken yet.
     """
 
     number: int
@@ -72,6 +73,7 @@ class ChildPipes:
     pidfd: int = -1
     peak: int = 0
     unread: bytes = b""
+    unsaid: bytearray = field(default_factory=bytearray)
 
     @classmethod
     def adopt(cls, child: Forked) -> ChildPipes | None:
@@ -180,7 +182,8 @@ class ChildTable:
         if pipes.log >= 0:
             self._watch(pipes.log, functools.partial(self._read_log, pipes))
         if pipes.channel is not None:
-            self._watch(pipes.channel, self._read_controller)
+            pipes.channel.setblocking(False)
+            self._watch(pipes.channel, self._serve_controller)
         if pipes.pidfd >= 0:
             self._watch(pipes.pidfd, functools.partial(self._adopted_ended, pipes))
 
@@ -221,11 +224,25 @@ class ChildTable:
             print(f"hvdlab: process {pid} can't be sent signal {number}: {error}", file=sys.stderr)
 
     def tell_controller(self, line: bytes) -> None:
-        """Write to the controller, if there is one."""
+        """Write to the controller, if there is one; never blocks, even if the controller is stopped."""
         pipes = self._pipes.get(CONTROLLER)
         if pipes is not None and pipes.channel is not None:
-            with contextlib.suppress(OSError):
-                pipes.channel.send(line)
+            pipes.unsaid += line
+            self._say(pipes, pipes.channel)
+
+    def _say(self, pipes: ChildPipes, channel: socket.socket) -> None:
+        """Write as much to the controller as its connection takes; watch for room if bytes are left."""
+        try:
+            while pipes.unsaid:
+                del pipes.unsaid[: channel.send(pipes.unsaid)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended
+            pipes.unsaid.clear()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if pipes.unsaid else 0)
+        # It is watched no longer once its connection has ended.
+        if channel in self._selector.get_map() and self._selector.get_key(channel).events != wanted:
+            self._selector.modify(channel, wanted, self._serve_controller)
 
     def forget(self) -> None:
         """Close the pipes of the other children, in a forked child."""
@@ -249,12 +266,15 @@ class ChildTable:
             return []
         return [ChildWrote(pipes.number, data)]
 
-    def _read_controller(self) -> list[Event]:
+    def _serve_controller(self) -> list[Event]:
         pipes = self._pipes.get(CONTROLLER)
         if pipes is None or pipes.channel is None:
             return []
+        self._say(pipes, pipes.channel)
         try:
             said = pipes.channel.recv(READ_SIZE)
+        except BlockingIOError:  # there was room to write
+            return []
         except ConnectionResetError:  # it ended without having read everything
             said = b""
         if not said:

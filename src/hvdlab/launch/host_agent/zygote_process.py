@@ -136,7 +136,7 @@ def _fork(sock: socket.socket, rank: int) -> bool:
         text = f"its parent ended, {describe_exit(code, max(-code, 0))}"
     started = wire.RankStarted(rank, int(pid)) if int(pid or 0) else None
     sock.send(wire.encode_payload(started or wire.RankNotStarted(rank, 1, f"it could not be forked: {text}")))
-    # Only a rank that the agent knows may live: without leave, one whose parent was killed before it told the number ends.
+    # Only a rank that the agent knows may live: without leave, one whose parent was killed before it wrote the number ends.
     if started is not None:
         with contextlib.suppress(BrokenPipeError):  # something has killed the rank
             os.write(announced, b"\0")

@@ -424,8 +424,7 @@ def stop_local(name: str) -> None:
     try:
         warm = ForkServer.attach(keeping.kept.path, PROGRAM_NAME, Deadline(END_WITHIN))
     except StartError:  # the fork server does not listen: kill it, and its ranks end with it
-        if keeping.kept.warm.lives:
-            os.kill(keeping.kept.warm.pid, signal.SIGKILL)
+        keeping.kept.warm.send_signal(signal.SIGKILL)
     else:
         warm.close()
     # Last: ranks that lose their coordinator would wait for a successor.

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,25 @@ class Process(msgspec.Struct, frozen=True):
             return False
         try:
             return not readable(process, 0)
+        finally:
+            os.close(process)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send this very process a signal, unless it has ended.
+
+        Args:
+            number: The signal.
+
+        Raises:
+            PermissionError: It belongs to another user.
+        """
+        # By its descriptor: another process can get its number after any look at it.
+        process = open_process(self.pid, self.started) if self.started else -1
+        if process < 0:
+            return
+        try:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, number)
         finally:
             os.close(process)
 
@@ -318,7 +338,5 @@ def _check_private(directory: Path) -> None:
 
 def _end(process: Process) -> None:
     """End a process that is left of a pool that can't be used any more."""
-    if not process.lives:
-        return
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(process.pid, 15)
+    with contextlib.suppress(PermissionError):
+        process.send_signal(signal.SIGTERM)

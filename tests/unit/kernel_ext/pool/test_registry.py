@@ -5,14 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
+from support.patience import PATIENCE
 
 
 @pytest.fixture
@@ -102,3 +106,29 @@ def test_the_lock_is_not_that_of_a_directory_that_was_removed_and_made_again(
         assert not there
     registry.write(kept)
     assert (place / "night.json").is_file()
+
+
+def test_rest_of_dead_pool_is_ended_by_descriptor_not_by_number(
+    registry: KeptPoolRegistry, kept: KeptPoolEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers: list[int] = []
+    ended = Process(os.getpid(), 1)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        left = Process.of(child.pid)
+        registry.write(msgspec.structs.replace(kept, coordinator=left, warm=ended, owner=ended))
+        with monkeypatch.context() as reused:
+            # Another process may have the number by the time of the signal.
+            reused.setattr(os, "kill", lambda pid, number: numbers.append(pid))
+            found = registry.all()
+        if numbers:
+            child.kill()
+        assert child.wait(PATIENCE) == -signal.SIGTERM
+    assert (found, numbers) == ([], [])
+
+
+def test_process_that_has_ended_gets_no_signal() -> None:
+    with subprocess.Popen(["true"]) as child:
+        process = Process.of(child.pid)
+    process.send_signal(signal.SIGKILL)
+    Process(os.getpid(), 1).send_signal(signal.SIGKILL)
+    Process(0, 0).send_signal(signal.SIGKILL)

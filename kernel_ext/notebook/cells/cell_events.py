@@ -29,10 +29,19 @@ class OutputArrived:
 
 @dataclass(frozen=True, slots=True)
 class DoneArrived:
-    """Report of a rank that the cell has ended on it."""
+    """Report of a rank that the cell has ended on it.
+
+    Attributes:
+        rank: The rank.
+        done: The report.
+        host: The rank's host if that has another clock than this process; empty otherwise.
+        when: ``time.monotonic_ns()`` when the report came here, from such a host.
+    """
 
     rank: int
     done: CellDone
+    host: str = ""
+    when: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,8 @@ class CellState:
         self._unannounced: list[RankDeath] = []
         self._done: dict[int, CellDone] = {}
         self._deaths: dict[int, RankDeath] = {}
+        #: Rank of another host to that host, and to the time here at which its report came.
+        self._arrivals: dict[int, tuple[str, int]] = {}
         #: Rank to the display of its last expression: equal ones are shown once, when all ranks have ended.
         self._shown: dict[int, Display] = {}
         #: Ranks that still ran at the time limit.
@@ -288,6 +290,8 @@ class CellState:
         if self._participants is not None and self._participants.left(event.rank, event.done):
             return self._left(event.rank)
         self._done[event.rank] = event.done
+        if event.host:
+            self._arrivals[event.rank] = event.host, event.when
         self._stalls.rank_ended(event.rank, now)
         error = event.done.error
         # Ranks that were interrupted fail because of that, which is no reason to interrupt the others once more.
@@ -499,6 +503,7 @@ class CellState:
             self._done,
             shown=self._shown,
             deaths=self._deaths,
+            arrivals=self._arrivals,
             stopped=self._interrupts.stopped,
             unanswered=self._unanswered,
             timed_out=self._timed_out,

@@ -18,6 +18,7 @@ import msgspec
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Stall
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.system import host_key
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     CollectiveStalled,
     DoneArrived,
@@ -813,6 +814,12 @@ class CellDispatcher:
             # wait there for ever.
             self.reply(rank, PromptReply(request.number, "", NO_NOTEBOOK))
 
+    def _arrival(self, rank: int) -> tuple[str, int]:
+        """Return the host of a rank and the present time; an empty name if that host has the clock of this process."""
+        members = self._client.membership().members
+        host = next((member.host for member in members if member.rank == rank), "")
+        return ("" if host == host_key() else host), time.monotonic_ns()
+
     @_mail.handles(Output, CellDone)
     def _take_output(self, rank: int, payload: Output | CellDone) -> None:
         run = self._runs.get(payload.cell)
@@ -824,7 +831,7 @@ class CellDispatcher:
                 event: OutputArrived | DoneArrived = OutputArrived(rank, payload.chunks, payload.total)
             else:
                 verdict = run.arrivals.done(rank, payload)
-                event = DoneArrived(rank, payload)
+                event = DoneArrived(rank, payload, *(self._arrival(rank) if payload.error else ()))
             if verdict is MessageFate.TAKE:
                 if isinstance(payload, CellDone):
                     # The interrupt was for this cell: `_interrupt_again` must not hit the next one.

@@ -273,6 +273,7 @@ class CellResults(Sequence[Any]):
         ranks, deaths, unanswered, timed_out, replaceable, newcomers, interrupted, label: As the attributes.
         done: Rank to its report of the cell's end.
         shown: Rank to the last display of its value.
+        arrivals: Rank of another host to that host, and to the time here at which its report came.
         stopped: Ranks that the pool interrupted because another rank had failed.
         timeout: Seconds of the time limit; ``None`` if there was none.
 
@@ -300,6 +301,7 @@ class CellResults(Sequence[Any]):
         *,
         shown: Mapping[int, Display] | None = None,
         deaths: Mapping[int, RankDeath] | None = None,
+        arrivals: Mapping[int, tuple[str, int]] | None = None,
         stopped: set[int] | None = None,
         unanswered: Mapping[int, str] | None = None,
         timed_out: tuple[int, ...] = (),
@@ -326,6 +328,7 @@ class CellResults(Sequence[Any]):
         self._timeout = timeout
         self._done = dict(done)
         self._shown = dict(shown or {})
+        self._arrivals = dict(arrivals or {})
         self._stopped = set(stopped or ())
         self._values: dict[int, Any] = {}
 
@@ -341,10 +344,10 @@ class CellResults(Sequence[Any]):
         """Return the failure that came first and that no other rank caused; None if all is well."""
         # An abort, or an interrupt by the pool, follows from the failure of another rank, whatever its time.
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
-        first = min(own, key=lambda r: (own[r].when, r), default=None)
+        times = self._failure_times()
+        first = min(own, key=lambda r: (times[r], r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
-        # Errors have the clock of their rank's host: between hosts this order can be wrong.
-        if death is not None and (first is None or death.when <= own[first].when):
+        if death is not None and (first is None or death.when <= times[first]):
             lines = tuple(crash_lines(death.tail))
             alike = [
                 d.rank
@@ -360,8 +363,19 @@ class CellResults(Sequence[Any]):
             return self._timeout_cause()
         if self.interrupted:
             return self._interrupt_cause()
-        first = min(self.errors, key=lambda r: (self.errors[r].when, r), default=None)
+        first = min(self.errors, key=lambda r: (times[r], r), default=None)
         return None if first is None else self._cause_of(first)
+
+    def _failure_times(self) -> dict[int, int]:
+        """Return when ranks failed, by the clock of this process. Errors have that of their rank's host."""
+        # The report that took the least time shows best how far a host's clock is behind. All errors of a host are shifted
+        # alike, so that their order stays.
+        shifts: dict[str, int] = {}
+        for rank, (host, when) in self._arrivals.items():
+            if (error := self.errors.get(rank)) is not None:
+                shifts[host] = min(shifts.get(host, when - error.when), when - error.when)
+        hosts = {rank: host for rank, (host, _) in self._arrivals.items()}
+        return {rank: error.when + shifts.get(hosts.get(rank, ""), 0) for rank, error in self.errors.items()}
 
     def _made_by_us(self, rank: int, error: CellError) -> bool:
         return error.interrupted and rank in self._stopped

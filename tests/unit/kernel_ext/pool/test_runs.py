@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from hvdlab.collectives.client import Client
+from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook.cells.dispatch import DISCARDS_AT_ONCE, CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
@@ -35,6 +36,9 @@ class Said:
 
     def on_stall(self, callback: Callable[[Any], Any]) -> None:
         pass
+
+    def membership(self) -> Membership:
+        return Membership()
 
     def cell_started(self, cell: str, ranks: Sequence[int], *, label: str = "") -> None:
         self.said.append(("cell started", tuple(ranks)))

@@ -89,6 +89,34 @@ def test_no_interrupt_is_sent_when_the_others_end_in_time() -> None:
     assert machine.finished
 
 
+def test_root_cause_is_first_also_if_hosts_clocks_differ() -> None:
+    def failed(rank: int, name: str, when: int, host: str, arrived: int) -> DoneArrived:
+        return DoneArrived(rank, CellDone("c1", CellError(name, "", (), when), 0.1), host, arrived)
+
+    # Host b was started long before this one, host c long after. Their reports take 20 and 5 or more.
+    first = failed(1, "ValueError", 9_000_100, "b", 1_120)
+    second = failed(2, "KeyError", -8_999_850, "c", 1_155)
+    third = failed(3, "TypeError", -8_999_840, "c", 1_165)
+    death = RankDied(0, "killed by SIGKILL", 1_130)
+    results = finish(run(4), death, third, second, first)
+    assert results.root_cause is not None
+    assert results.root_cause.ename == "ValueError"
+    results = finish(run(3), RankDied(0, "killed by SIGKILL", 1_110), first, second)
+    assert results.root_cause is not None
+    assert results.root_cause.ename == "RankDied"
+    # The older error of host c has the slower report: by its host's clock it is the first one all the same.
+    late = failed(2, "KeyError", -8_999_850, "c", 1_199)
+    results = finish(
+        run(4),
+        RankDied(0, "killed by SIGKILL", 1_300),
+        third,
+        late,
+        DoneArrived(1, CellDone("c1", None, 0.1)),
+    )
+    assert results.root_cause is not None
+    assert results.root_cause.ename == "KeyError"
+
+
 def test_the_root_cause_is_the_first_error_of_its_own() -> None:
     aborted = error("AbortedError", when=5, aborted=True, collective="allreduce `x`", culprits=(3,))
     results = finish(

@@ -77,6 +77,8 @@ class Client:
         self._closing = False
         #: Held during :meth:`reconnect`, of which one runs at a time.
         self._reconnecting = threading.Lock()
+        #: Numbers and tickets for whose answers a call still waits: later answers are dropped.
+        self._awaited: set[int] = set()
         #: Numbers of answered pings for which :meth:`flush` still waits.
         self._pongs: set[int] = set()
         #: Answers to the calls of :meth:`story` that wait, by ticket.
@@ -247,10 +249,14 @@ class Client:
             TimeoutError: The coordinator did not answer.
         """
         number = next(self._numbers)
-        self._send(m.Ping(number, events))
-        self._wait(lambda: number in self._pongs, Deadline(timeout), "the coordinator's answer")
-        with self._changed:
-            self._pongs.discard(number)
+        try:
+            self._awaited.add(number)  # before the answer can come
+            self._send(m.Ping(number, events))
+            self._wait(lambda: number in self._pongs, Deadline(timeout), "the coordinator's answer")
+        finally:
+            with self._changed:
+                self._awaited.discard(number)
+                self._pongs.discard(number)
 
     def collect_events(self, timeout: float = 10) -> None:
         """Request the events that every rank has recorded by now, and wait until the callbacks of :meth:`on_events` have got them.
@@ -307,11 +313,13 @@ class Client:
         """
         ticket = next(self._numbers)
         subject = (-1 if rank is None else rank), name, (-1 if process_set is None else process_set)
-        self._send(m.StoryRequest(ticket, last, *subject, decision))
         try:
+            self._awaited.add(ticket)
+            self._send(m.StoryRequest(ticket, last, *subject, decision))
             self._wait(lambda: ticket in self._stories, Deadline(timeout), "the coordinator's story")
         finally:
             with self._changed:
+                self._awaited.discard(ticket)
                 answer = self._stories.pop(ticket, None)
         return () if answer is None else answer.decisions
 
@@ -620,12 +628,15 @@ class Client:
             if message.number == 0:
                 return  # an answer to the heartbeat: it only shows that the coordinator lives
             with self._changed:
-                self._pongs.add(message.number)
-                self._changed.notify_all()
+                # Under the lock, under which a call that waits no more removes its number.
+                if message.number in self._awaited:
+                    self._pongs.add(message.number)
+                    self._changed.notify_all()
         elif isinstance(message, m.Story):
             with self._changed:
-                self._stories[message.ticket] = message
-                self._changed.notify_all()
+                if message.ticket in self._awaited:
+                    self._stories[message.ticket] = message
+                    self._changed.notify_all()
         elif isinstance(message, m.Stalled):
             c = message.collective
             stall = Stall(

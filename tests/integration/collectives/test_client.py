@@ -70,6 +70,27 @@ def test_membership_follows_the_ranks(coordinator: CoordinatorProcess, client: C
     ranks[0].close()
 
 
+def test_answers_after_their_limit_are_not_kept(client: Client) -> None:
+    held, goes_on = threading.Event(), threading.Event()
+
+    def hold(membership: Membership) -> None:
+        held.set()
+        assert goes_on.wait(PATIENCE)
+
+    # The client's thread takes no answer meanwhile.
+    client.on_membership(hold)
+    try:
+        assert held.wait(PATIENCE)
+        with pytest.raises(TimeoutError):
+            client.flush(0.0)
+        with pytest.raises(TimeoutError):
+            client.story(timeout=0.0)
+    finally:
+        goes_on.set()
+    client.flush()  # its answer comes after theirs
+    assert (client._pongs, client._stories) == (set(), {})
+
+
 def test_callbacks_get_the_present_membership_and_each_new_one(
     coordinator: CoordinatorProcess, client: Client
 ) -> None:

@@ -831,7 +831,8 @@ class CellDispatcher:
                 event: OutputArrived | DoneArrived = OutputArrived(rank, payload.chunks, payload.total)
             else:
                 verdict = run.arrivals.done(rank, payload)
-                event = DoneArrived(rank, payload, *(self._arrival(rank) if payload.error else ()))
+                host, when = self._arrival(rank) if payload.error is not None else ("", 0)
+                event = DoneArrived(rank, payload, host, when)
             if verdict is MessageFate.TAKE:
                 if isinstance(payload, CellDone):
                     # The interrupt was for this cell: `_interrupt_again` must not hit the next one.

@@ -141,7 +141,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag(LIBRARY, ("--tcp",), "tcp", FlagKind.SWITCH, "let MPI use TCP only", idle="give mpiexec's own option by --mpi-args"),
     Flag(LIBRARY, ("--binding-args",), "binding_args", FlagKind.TEXT, "arguments for mpiexec that bind ranks to cores, with `--mpi`", config="library-options.binding-args"),
     Flag(LIBRARY, ("--num-nccl-streams",), "num_nccl_streams", FlagKind.NUMBER, "streams of NCCL", variable="HOROVOD_NUM_NCCL_STREAMS", config="library-options.num-nccl-streams"),
-    Flag(LIBRARY, ("--thread-affinity",), "thread_affinity", FlagKind.NUMBER, "core that hvdlab's threads are bound to", variable="HOROVOD_THREAD_AFFINITY", config="library-options.thread-affinity"),
+    Flag(LIBRARY, ("--thread-affinity",), "thread_affinity", FlagKind.TEXT, "cores that hvdlab's threads are bound to, with commas between them: the n-th is for the rank with local rank n", variable="HOROVOD_THREAD_AFFINITY", config="library-options.thread-affinity"),
     Flag(LIBRARY, ("--gloo-timeout-seconds",), "gloo_timeout_seconds", FlagKind.NUMBER, "seconds that `hvd.init()` waits for all ranks", variable="HOROVOD_GLOO_TIMEOUT_SECONDS", config="library-options.gloo-timeout-seconds"),
     # -- controllers --------------------------------------------------------------------------------------------------
     Flag(CONTROLLER, ("--gloo",), "use_gloo", FlagKind.SWITCH, "hvdlab starts the ranks, over ssh on other hosts; this is so without it, too", config="controller.gloo"),

@@ -80,6 +80,12 @@ def test_variables_of_flags() -> None:
     }
 
 
+def test_thread_affinity_flag_passes_on_a_core_for_each_local_rank() -> None:
+    assert wishes("--thread-affinity 0,3").variables() == {"HOROVOD_THREAD_AFFINITY": "0,3"}
+    config = values({"library-options": {"thread-affinity": 2}}, "file")
+    assert RunOptions({}, config, {}).variables() == {"HOROVOD_THREAD_AFFINITY": "2"}
+
+
 def test_the_command_line_wins_over_the_file_and_that_over_the_environment() -> None:
     environ = {"HOROVOD_START_TIMEOUT": "7", "HOROVOD_CYCLE_TIME": "3"}
     config = {"start_timeout": 8, "num_proc": 5, "cycle_time_ms": 4.0}

@@ -420,20 +420,19 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         process_set: The registered set; the same on all ranks.
 
     Returns:
-        Whether there was something to remove: ``False`` for a set that is not registered.
+        Whether the set was removed: ``False`` for a set that is not registered, and for the global set, which stays.
 
     Raises:
-        InvalidRequestError: It is no ``ProcessSet``, or the global set, which stays, or users' code has set a ``process_set_id`` that no set has.
+        InvalidRequestError: It is no ``ProcessSet``, or users' code has set a ``process_set_id`` that no set has.
         MismatchError, AbortedError: As for :func:`add_process_set`; the set is still registered.
         NotInitializedError: ``init()`` was not called.
     """
     if not isinstance(process_set, ProcessSet):
         raise InvalidRequestError(f"hvd.remove_process_set takes a hvd.ProcessSet, not {process_set!r}.")
     id = process_set.process_set_id
-    if id == GLOBAL_ID:
-        raise InvalidRequestError("hvd.global_process_set can't be removed.")
     engine = context.engine("hvd.remove_process_set()")
-    if id is None:
+    # As in Horovod: programs remove all the sets that they hold, and the global one may be among them.
+    if id is None or id == GLOBAL_ID:
         return False
     check_id(id)
     registered = _known().sets.get(id)

@@ -274,9 +274,10 @@ def test_ranks_of_a_process_set_are_checked(ranks_of_it: Any) -> None:
         hvd.ProcessSet(ranks_of_it)
 
 
-def test_the_global_set_stays(world_of_one: None) -> None:
-    with pytest.raises(InvalidRequestError, match="removed"):
-        hvd.remove_process_set(hvd.global_process_set)
+def test_global_set_whose_removal_is_attempted_stays(world_of_one: None) -> None:
+    assert hvd.remove_process_set(hvd.global_process_set) is False
+    assert hvd.global_process_set.process_set_id == 0
+    assert hvd.allreduce(torch.ones(1)).item() == 1.0
 
 
 def test_process_sets_given_to_init(monkeypatch: pytest.MonkeyPatch, world_of_one: None) -> None:

@@ -81,6 +81,9 @@ class ElasticSampler:
         self._division: tuple[int, list[int]] = (0, [])
         #: Places in ``indices`` that were recorded since the last reset; ``None`` if indices were recorded otherwise.
         self._places: set[int] | None = set()
+        #: Indices that the other ranks have processed by the last reset, if they work in step. They are not part of the record,
+        #: which proves its indices to the ranks that it is united with.
+        self._others: set[int] = set()
         #: At the last reset: how many indices this rank had a record of, and how many samples all ranks had processed.
         self._counts = (0, 0)
         self.reset()
@@ -96,6 +99,7 @@ class ElasticSampler:
         """Begin an epoch: nothing of it was processed yet. Call it when the one before has ended."""
         self.epoch = epoch
         self.processed_indices = set()
+        self._others = set()
         self._divide(0)
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
@@ -141,6 +145,7 @@ class ElasticSampler:
         processes an epoch in the order of its shuffled indices.
         """
         self.epoch = state_dict["epoch"]
+        self._others = set()
         if "processed_indices" in state_dict:
             self.processed_indices = set(state_dict["processed_indices"])
         else:
@@ -158,7 +163,13 @@ class ElasticSampler:
         }
 
     def reset(self) -> None:
-        """Divide the samples that were not processed among the ranks that live now. A running iteration is not changed."""
+        """Divide the samples that were not processed among the ranks that live now. A running iteration is not changed.
+
+        Samples that were recorded by batches count as processed on all ranks, each of which has its share of every batch.
+        """
+        share = self.share()
+        if share is not None:
+            self._others |= share.of_all()
         self._divide(self.processed_num)
 
     def _divide(self, processed: int) -> None:
@@ -166,7 +177,8 @@ class ElasticSampler:
         self.num_replicas, self.rank = size(), rank()
         self._counts = (len(self.processed_indices), processed)
         self._places = set()
-        remaining = self._shuffled(i for i in range(len(self.dataset)) if i not in self.processed_indices)
+        done = self.processed_indices | self._others
+        remaining = self._shuffled(i for i in range(len(self.dataset)) if i not in done)
         self.remaining_indices = remaining
         self.num_samples = math.ceil(len(remaining) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas

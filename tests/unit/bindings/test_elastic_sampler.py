@@ -93,7 +93,26 @@ def test_batches_that_are_recorded_are_not_given_out_again(place: Place) -> None
     assert list(sampler) == order  # until it is reset
     sampler.reset()
     assert set(sampler).isdisjoint(sampler.processed_indices)
-    assert len(sampler) == 8
+    assert len(sampler) == 6  # the other rank has processed its four samples of these batches as well
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_that_reset_after_equal_batches_divide_the_rest(place: Place, shuffle: bool) -> None:
+    pair = samplers(place, 2, 10, shuffle=shuffle)
+    for _ in range(2):  # the second time, what was recorded before the first reset still counts
+        given: set[int] = set()
+        for rank, sampler in enumerate(pair):
+            place(rank, 2)
+            sampler.record_batch(0, 2)
+            given |= sampler.processed_indices
+            sampler.reset()
+        for sampler in pair:
+            assert set(sampler.remaining_indices) == set(range(10)) - given
+        assert pair[0].remaining_indices == pair[1].remaining_indices
+        assert set(pair[0]).isdisjoint(pair[1])
+    for sampler in pair:
+        sampler.set_epoch(1)
+        assert len(sampler.remaining_indices) == 10
 
 
 def test_fewer_ranks_divide_what_is_left(place: Place) -> None:

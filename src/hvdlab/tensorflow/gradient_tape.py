@@ -13,7 +13,7 @@ from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.collectives.types import ReduceOp
 from hvdlab.horovod.common.util import split_list
 from hvdlab.tensorflow.compression import Compression, Compressor
-from hvdlab.tensorflow.functions import vars_to_refs
+from hvdlab.tensorflow.functions import plain_variable, vars_to_refs
 from hvdlab.tensorflow.graph_ops import in_graph
 from hvdlab.tensorflow.installed import tf
 from hvdlab.tensorflow.mpi_ops import allreduce, grouped_allreduce, size_op
@@ -77,7 +77,7 @@ class TensorFlowReducer:
         self._groups = groups
         self.process_set = process_set
         self.scale_local_gradients = scale_local_gradients
-        #: The variables whose gradients stay on their rank, as references by :func:`vars_to_refs`.
+        #: The variables whose gradients stay on their rank, as references by :func:`_reference`.
         self.local: set[Any] = set()
         #: Called with this rank's own gradients before they are reduced.
         self.observer: Callable[[Sequence[Any]], None] | None = None
@@ -86,7 +86,7 @@ class TensorFlowReducer:
 
     def register_local_var(self, variable: Any) -> None:
         """Leave a variable's gradients on their rank: they are not reduced."""
-        self.local.add(vars_to_refs(variable))
+        self.local.add(_reference(variable))
 
     def __call__(self, gradients: Sequence[Any], variables: Sequence[Any] | None = None) -> list[Any]:
         """Return the reduced gradients, in the same order; ``None`` stays ``None``.
@@ -104,7 +104,7 @@ class TensorFlowReducer:
             self.observer(found)
         if self._sparse_as_dense:
             found = [tf.convert_to_tensor(each) if _is_sparse(each) else each for each in found]
-        references = [None] * len(found) if variables is None else [vars_to_refs(each) for each in variables]
+        references = [None] * len(found) if variables is None else [_reference(each) for each in variables]
         local = [
             i for i, reference in enumerate(references) if reference is not None and reference in self.local
         ]
@@ -163,7 +163,7 @@ class TensorFlowReducer:
         place_of = {references[i]: i for i in places if references[i] is not None}
         groups, taken = [], set()
         for group in self._groups or ():
-            members = [place_of[ref] for variable in group if (ref := vars_to_refs(variable)) in place_of]
+            members = [place_of[ref] for variable in group if (ref := _reference(variable)) in place_of]
             if members:
                 groups.append(members)
                 taken.update(members)
@@ -177,6 +177,14 @@ class TensorFlowReducer:
             values = gradient.values / tf.cast(size_op(id), gradient.values.dtype)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
         return gradient / tf.cast(size_op(id), gradient.dtype)
+
+
+def _reference(variable: Any) -> Any:
+    """Return a reference that a variable of Keras 3 shares with TensorFlow's variable behind it.
+
+    Programs name the one, and Keras applies gradients to the other.
+    """
+    return vars_to_refs(plain_variable(variable))
 
 
 def _is_sparse(gradient: Any) -> bool:
@@ -286,7 +294,7 @@ class _Distributed(DistributedGradients):
         local: list[tuple[Any, Any]] = []
         shared: list[tuple[Any, Any]] = []
         for pair in zip(gradients, sources, strict=True):
-            (local if vars_to_refs(pair[1]) in self._hvdlab_reducer.local else shared).append(pair)
+            (local if _reference(pair[1]) in self._hvdlab_reducer.local else shared).append(pair)
         return local, shared
 
     def register_local_source(self, source: Any) -> None:

@@ -570,13 +570,11 @@ def _reduce_before_scaling(package: Any) -> None:
         scaling = getattr(getattr(owner, "optimizers", owner), "LossScaleOptimizer", None) or getattr(
             owner, "LossScaleOptimizer", None
         )
-        for method in ("apply", "apply_gradients"):
-            if (
-                scaling is not None
-                and method in vars(scaling)
-                and not hasattr(vars(scaling)[method], "hvdlab")
-            ):
-                setattr(scaling, method, _reducing_first(vars(scaling)[method], pairs=method != "apply"))
+        # Keras 2 has the name for the base of its two classes, of which each has the method itself.
+        for kind in () if scaling is None else (scaling, *scaling.__subclasses__()):
+            for method in ("apply", "apply_gradients"):
+                if method in vars(kind) and not hasattr(vars(kind)[method], "hvdlab"):
+                    setattr(kind, method, _reducing_first(vars(kind)[method], pairs=method != "apply"))
 
 
 def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..., Any]:

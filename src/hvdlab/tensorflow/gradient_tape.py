@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
-from hvdlab.bindings.arguments import Average, gradient_operator, predivide_factor
+from hvdlab.bindings.arguments import Average, Max, gradient_operator, predivide_factor
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.process_sets import ProcessSet, global_process_set
 from hvdlab.collectives.types import ReduceOp
@@ -119,6 +119,36 @@ class TensorFlowReducer:
                 found[i] = output
         return found
 
+    def spread_overflow(self, gradients: Sequence[Any]) -> list[Any]:
+        """Return the gradients; those of all ranks as NaN if a gradient of any rank is not finite.
+
+        Loss scaling skips a pass with such gradients, and has to skip it on all ranks: their passes and scales would differ from then
+        on.
+
+        Args:
+            gradients: Tensors, ``tf.IndexedSlices`` or ``None``, which stays ``None``.
+
+        Raises:
+            MismatchError, AbortedError: As for ``allreduce``.
+        """
+        values = [_values(each) for each in gradients if each is not None]
+        if not values:
+            return list(gradients)
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in values])
+        flag = tf.cast(tf.logical_not(finite), tf.float32)
+        overflow = allreduce(flag, op=Max, name=f"{self._name}.overflow", process_set=self.process_set) > 0
+
+        def spread(gradient: Any) -> Any:
+            if gradient is None:
+                return None
+            value = _values(gradient)
+            value = tf.where(overflow, tf.constant(float("nan"), value.dtype), value)
+            if not _is_sparse(gradient):
+                return value
+            return tf.IndexedSlices(value, gradient.indices, gradient.dense_shape)
+
+        return [spread(each) for each in gradients]
+
     def _warn_of_reduced(self, gradients: Sequence[Any]) -> None:
         """Warn once if the gradients are those that a distributed tape or another optimizer has reduced already."""
         id = self.process_set.process_set_id
@@ -189,6 +219,10 @@ def _reference(variable: Any) -> Any:
 
 def _is_sparse(gradient: Any) -> bool:
     return isinstance(gradient, tf.IndexedSlices)
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if _is_sparse(gradient) else tf.convert_to_tensor(gradient)
 
 
 def _buckets(places: list[int], gradients: list[Any]) -> list[list[int]]:

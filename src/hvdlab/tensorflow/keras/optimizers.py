@@ -564,7 +564,8 @@ def _reduce_before_scaling(package: Any) -> None:
     """Patch Keras' loss scaling so that it decides on reduced gradients whether to take a step.
 
     ``compile`` puts a ``LossScaleOptimizer`` around the optimizer, which calls it only if all gradients are finite. If the inner
-    optimizer reduced them, a rank whose own gradients are finite would wait for a rank whose are not.
+    optimizer reduced them, a rank whose own gradients are finite would wait for a rank whose are not. Gradients that are not reduced
+    before, since a step has several passes or they are local, make all ranks skip the pass if they are not finite on one.
     """
     for owner in (package, getattr(package, "mixed_precision", None)):
         scaling = getattr(getattr(owner, "optimizers", owner), "LossScaleOptimizer", None) or getattr(
@@ -581,21 +582,28 @@ def _reducing_first(original: Callable[..., Any], *, pairs: bool) -> Callable[..
     @functools.wraps(original)
     def apply(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
         inner = _inner(self)
-        if not isinstance(inner, Distributed) or inner.hvdlab_reduced or inner.hvdlab_helper is not None:
+        if not isinstance(inner, Distributed) or inner.hvdlab_reduced:
             return original(self, given, *args, **kwargs)
         listed = list(given)
+        gradients = [gradient for gradient, _ in listed] if pairs else listed
+        within = inner.hvdlab_helper is not None
         if inner.hvdlab_computed:
             inner._hvdlab_set(computed=False)
-        elif pairs:
-            variables = [plain_variable(variable) for _, variable in listed]
-            reduced = inner._allreduce([gradient for gradient, _ in listed], variables)
-            listed = [(gradient, variable) for gradient, (_, variable) in zip(reduced, listed, strict=True)]
-        else:
-            given_variables = args[0] if args else kwargs.get("trainable_variables")
-            plain = None if given_variables is None else [plain_variable(each) for each in given_variables]
-            listed = inner._allreduce(listed, plain)
+        elif not within:
+            variables = (
+                [v for _, v in listed] if pairs else args[0] if args else kwargs.get("trainable_variables")
+            )
+            plain = None if variables is None else [plain_variable(each) for each in variables]
+            gradients = inner._allreduce(gradients, plain)
+        if within or inner.hvdlab_reducer.local:
+            # These were not reduced: they are finite on some ranks alone.
+            gradients = inner.hvdlab_reducer.spread_overflow(gradients)
+        if pairs:
+            gradients = [(gradient, v) for gradient, (_, v) in zip(gradients, listed, strict=True)]
+        if within:
+            return original(self, gradients, *args, **kwargs)
         with inner._hvdlab_with_reduced():
-            return original(self, listed, *args, **kwargs)
+            return original(self, gradients, *args, **kwargs)
 
     apply.hvdlab = True  # type: ignore[attr-defined]
     return apply

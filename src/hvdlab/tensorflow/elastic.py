@@ -76,6 +76,7 @@ class _Variables:
         get: Returns the variables that exist by now.
         get_session: Returns the session; ``None`` outside of TensorFlow 1.
         make: Makes the variables that do not exist yet.
+        early: Returns whether they can be made before the training needs them: it will make the same.
     """
 
     def __init__(
@@ -83,10 +84,12 @@ class _Variables:
         get: Callable[[], Sequence[Any]],
         get_session: Callable[[], Any] = lambda: None,
         make: Callable[[], None] = lambda: None,
+        early: Callable[[], bool] = lambda: False,
     ) -> None:
         self.get = get
         self._get_session = get_session
         self.make = make
+        self.early = early
 
     @property
     def session(self) -> Any:
@@ -125,10 +128,11 @@ class _VariablesHandler(StateHandler[_Variables]):
     def sync(self) -> None:
         """Broadcast the root's values. If ranks have different numbers of variables, each makes those that it lacks before.
 
-        An optimizer makes its variables only in its first step, so a rank that has just come has none.
+        An optimizer makes its variables only in its first step, so a rank that has just come has none. Values that are saved without
+        them can't be restored after that step, so that variables are made where it is known which ones the training makes.
         """
         if self.value.session is None:
-            if len(set(allgather_object(len(self.value.get())))) > 1:
+            if len(set(allgather_object(len(self.value.get())))) > 1 or self.value.early():
                 self.value.make()
             broadcast_variables(self.value.get(), self.root_rank)
         else:
@@ -200,6 +204,8 @@ class TensorFlowKerasState(HandledState):
             optimizer_=_Variables(
                 lambda: optimizer_variables(self.optimizer),
                 make=lambda: make_optimizer_variables(self.optimizer, self.model.trainable_variables),
+                # fit() makes them for the trainable variables; a loop of the user's could train others.
+                early=lambda: self.optimizer is getattr(self.model, "optimizer", None),
             ),
             **kwargs,
         )

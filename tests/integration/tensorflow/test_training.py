@@ -829,6 +829,22 @@ def late_variables(version: int) -> None:
             assert every == [every[0]] * hvd.size()
 
 
+def untrained(version: int) -> None:
+    """Check that a state that is restored to before the first step has no momentum of the steps after it."""
+    keras, (_, _, hvd_keras) = _keras(version), _modules()
+    makers = [keras.optimizers.SGD, keras.optimizers.legacy.SGD] if version == 2 else [keras.optimizers.SGD]
+    for make in makers:
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+        model.compile(make(0.1, momentum=0.9), loss="mse")
+        state = hvd_keras.elastic.KerasState(model, epoch=0)
+        state.sync()
+        model.fit(np.ones((4, 3), np.float32), np.ones((4, 1), np.float32), verbose=0)
+        state.restore()
+        momentum = [np.array(each) for each in _variables(model.optimizer) if len(each.shape)]
+        assert len(momentum) == 2
+        assert not any(each.any() for each in momentum)
+
+
 def _variables(optimizer: Any) -> list[Any]:
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
@@ -891,7 +907,18 @@ def test_partial_optimizers_in_other_worlds(others: Ranks, version: int) -> None
 @pytest.mark.parametrize("version", [3, 2])
 @pytest.mark.parametrize(
     "function",
-    [fits, passes, partial_optimizers, clones, pickled, fits_are_recorded, saves, rates, late_variables],
+    [
+        fits,
+        passes,
+        partial_optimizers,
+        clones,
+        pickled,
+        fits_are_recorded,
+        saves,
+        rates,
+        late_variables,
+        untrained,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_keras(two: Ranks, function: Callable[[int], None], version: int) -> None:

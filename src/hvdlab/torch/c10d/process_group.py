@@ -44,6 +44,7 @@ from hvdlab.torch.c10d.tensors import (
     require_outputs,
     resolved,
     scatter_into,
+    share_memory,
     single,
     split_rows,
     writable,
@@ -327,6 +328,9 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
         if self._order:
             source = source[self._order]
+        elif share_memory(source, output):
+            # The planes write the output while they still read other ranks' rows of the input.
+            source = source.clone()
         request.input = memory_of(source, device)
         row = (1, -1) if given.numel() else (1, 0)
         request.output, copy = writable(output, device, reducing=True, shape=row)

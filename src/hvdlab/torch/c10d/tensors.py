@@ -182,6 +182,11 @@ def memory_of(plain: torch.Tensor, device: str) -> Any:
     return ADAPTER.host_view(plain) if device == HOST else CUDA_TENSORS.view(plain)
 
 
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two dense tensors may have elements in the same memory: whether they have one storage."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return ADAPTER.host_view(plain_of(tensor))
 

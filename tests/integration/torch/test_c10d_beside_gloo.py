@@ -1,0 +1,71 @@
+"""Calls in which ``torch.distributed`` on hvdlab is to behave as on Gloo, in agreed and in watched groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
+from support.ranks.resident import Ranks
+
+Group = Any
+
+_GROUPS: dict[str, Group] = {}
+
+
+def _begin() -> None:
+    """Make hvdlab's default group, and beside it a group of Gloo's."""
+    dist.init_process_group("hvdlab")
+    _GROUPS["gloo"] = dist.new_group(backend="gloo")
+
+
+@pytest.fixture(scope="module", params=["agreed", "watched:gloo"])
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    env = {"HVDLAB_C10D_WATCH": request.param}
+    with Ranks(3, init=False, imports=["hvdlab.torch"], env=env) as ranks:
+        ranks.run(_begin, timeout=60)
+        yield ranks
+
+
+def _plain(value: Any) -> Any:
+    """Return tensors in nested lists as lists of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _both(case: str) -> tuple[Any, Any]:
+    """Return the results of a case with Gloo and with hvdlab."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, ours = (
+        _plain(CASES[case](group, rank, size)) for group in (_GROUPS["gloo"], dist.group.WORLD)
+    )
+    return reference, ours
+
+
+def values(rank: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(rank)).float()
+
+
+# -- outputs that are parts of inputs ---------------------------------------------------------------------------------
+
+
+def _reduced_into_own_row(group: Group, rank: int, size: int) -> torch.Tensor:
+    whole = values(rank, 4 * size)
+    row = whole[4 * rank : 4 * rank + 4]
+    dist.reduce_scatter_tensor(row, whole, group=group)
+    return row
+
+
+CASES: dict[str, Callable[[Group, int, int], Any]] = {
+    "reduce_scatter in place": _reduced_into_own_row,
+}
+
+
+def test_reduce_scatter_into_its_own_input_is_as_with_gloo(world: Ranks) -> None:
+    for reference, ours in world.run(_both, "reduce_scatter in place", timeout=60):
+        assert ours == reference

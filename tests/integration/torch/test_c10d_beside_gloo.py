@@ -61,11 +61,32 @@ def _reduced_into_own_row(group: Group, rank: int, size: int) -> torch.Tensor:
     return row
 
 
+# -- the values of futures --------------------------------------------------------------------------------------------
+
+
+def _gathered_value(group: Group, rank: int, size: int) -> list[Any]:
+    given, outputs = values(rank, 2), [torch.zeros(2) for _ in range(size)]
+    works = [
+        dist.all_gather(outputs, given, group, async_op=True),
+        dist.gather(given, outputs if rank == 0 else None, 0, group, async_op=True),
+    ]
+    found = [value for work in works for value in (work.get_future().wait(), work.wait())]
+    lists = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
+    several = dist.all_gather_coalesced(lists, [given, values(rank, 3)], group, async_op=True)
+    return [*found, several.wait()]
+
+
 CASES: dict[str, Callable[[Group, int, int], Any]] = {
     "reduce_scatter in place": _reduced_into_own_row,
+    "values": _gathered_value,
 }
 
 
 def test_reduce_scatter_into_its_own_input_is_as_with_gloo(world: Ranks) -> None:
     for reference, ours in world.run(_both, "reduce_scatter in place", timeout=60):
+        assert ours == reference
+
+
+def test_values_of_gathers_are_flat_lists_as_with_gloo(world: Ranks) -> None:
+    for reference, ours in world.run(_both, "values", timeout=60):
         assert ours == reference

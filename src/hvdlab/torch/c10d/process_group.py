@@ -471,9 +471,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         given = single("all_gather", inputs, "input")
         if len(lists) != 1:
             raise InvalidRequestError("all_gather: requires a single-element output tensor list.")
-        return self._gather_lists(lists, [given], opts)
+        return self._gather_lists(lists, [given], lists[0], opts)
 
-    def _gather_lists(self, lists: Any, inputs: list[torch.Tensor], opts: Any) -> HvdlabWork:
+    def _gather_lists(self, lists: Any, inputs: list[torch.Tensor], value: Any, opts: Any) -> HvdlabWork:
+        """Submit one all_gather for each input; ``value`` is that of the work's future, as the caller has nested its outputs."""
         submission = Submission()
         for outputs, given in zip(lists, inputs, strict=True):
             require_outputs("all_gather", outputs, given, self.rank(), self.size())
@@ -484,7 +485,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 self._add_all_gather(submission, given, array_of(gathered), copy)
             else:
                 self._add_exchange(submission, outputs, [given] * self.size(), [given.numel()] * self.size())
-        return self._calls.submit("all_gather", list(lists), submission, opts=opts, inputs=inputs)
+        return self._calls.submit("all_gather", list(value), submission, opts=opts, inputs=inputs)
 
     def allgather_coalesced(self, lists: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
         given = listed(inputs)
@@ -492,7 +493,8 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
             raise InvalidRequestError(
                 "all_gather: requires non-empty tensor lists, each as long as that of the inputs."
             )
-        return self._gather_lists([[each[i] for each in lists] for i in range(len(given))], given, opts)
+        by_input = [[each[i] for each in lists] for i in range(len(given))]
+        return self._gather_lists(by_input, given, lists, opts)
 
     def _add_exchange(
         self,
@@ -591,7 +593,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
-        return self._calls.submit("gather", [outputs], submission, inputs=inputs)
+        return self._calls.submit("gather", outputs, submission, inputs=inputs)
 
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
         output, root = single("scatter", outputs, "output"), self._root("scatter", opts)

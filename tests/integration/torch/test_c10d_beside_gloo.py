@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
+from hvdlab.collectives.errors import UnsupportedError
 from support.ranks.resident import Ranks
 
 Group = Any
@@ -90,3 +91,17 @@ def test_reduce_scatter_into_its_own_input_is_as_with_gloo(world: Ranks) -> None
 def test_values_of_gathers_are_flat_lists_as_with_gloo(world: Ranks) -> None:
     for reference, ours in world.run(_both, "values", timeout=60):
         assert ours == reference
+
+
+# -- wrong calls of one rank ------------------------------------------------------------------------------------------
+
+
+def _split() -> None:
+    for name in ("split_group", "splitGroup"):
+        with pytest.raises(UnsupportedError, match=r"dist\.new_group\(\[0, 1\]\)"):
+            getattr(dist.group.WORLD, name)([0, 1], group_name="half")
+    dist.barrier()
+
+
+def test_split_of_a_group_is_refused_and_the_rank_lives(world: Ranks) -> None:
+    world.run(_split, timeout=60)

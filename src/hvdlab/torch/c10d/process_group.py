@@ -179,6 +179,18 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._calls.require_usable("reconfigure")
         return self.barrier()
 
+    def split_group(self, ranks: Sequence[int], *options: object, **named: object) -> HvdlabProcessGroup:
+        """Refuse to split the group: torch's own method reads a store that the group lacks, which ends the process.
+
+        Raises:
+            UnsupportedError: Always; ``dist.new_group`` makes a group of some of the ranks.
+        """
+        raise UnsupportedError(
+            f"split_group: groups of hvdlab's can't be split; call dist.new_group({list(ranks)}) on all ranks."
+        )
+
+    splitGroup = split_group
+
     def _start_coalescing(self, device: object = None) -> None:
         """Gather this thread's operations from now on, until :meth:`_end_coalescing`. Torch's ``_coalescing_manager`` calls both."""
         self._calls.start_coalescing()

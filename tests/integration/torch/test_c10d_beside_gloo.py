@@ -77,9 +77,22 @@ def _gathered_value(group: Group, rank: int, size: int) -> list[Any]:
     return [*found, several.wait()]
 
 
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _received_in_another_shape(group: Group, rank: int, size: int) -> torch.Tensor:
+    into = torch.zeros(6)
+    if rank == 0:
+        dist.send(values(0, 2, 3), 1, group)
+    elif rank == 1:
+        dist.recv(into, 0, group)
+    return into
+
+
 CASES: dict[str, Callable[[Group, int, int], Any]] = {
     "reduce_scatter in place": _reduced_into_own_row,
     "values": _gathered_value,
+    "shape": _received_in_another_shape,
 }
 
 
@@ -90,6 +103,11 @@ def test_reduce_scatter_into_its_own_input_is_as_with_gloo(world: Ranks) -> None
 
 def test_values_of_gathers_are_flat_lists_as_with_gloo(world: Ranks) -> None:
     for reference, ours in world.run(_both, "values", timeout=60):
+        assert ours == reference
+
+
+def test_message_arrives_in_a_tensor_of_another_shape(world: Ranks) -> None:
+    for reference, ours in world.run(_both, "shape", timeout=60):
         assert ours == reference
 
 

@@ -399,6 +399,8 @@ class Messages:
         for tensor in tensors:
             require_dense(tensor, "send" if sends else "recv")
             array, copy = (array_of(tensor), None) if sends else writable_array(tensor)
+            # As one row: a receiver's tensor may have another shape, as with torch's own backends.
+            array = array.reshape(-1)
             request = Request(
                 OpKind.SENDRECV,
                 input=array,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from hvdlab.collectives.errors import UnsupportedError
+from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from support.ranks.resident import Ranks
 
 Group = Any
@@ -112,6 +112,22 @@ def test_message_arrives_in_a_tensor_of_another_shape(world: Ranks) -> None:
 
 
 # -- wrong calls of one rank ------------------------------------------------------------------------------------------
+
+
+def _only_the_root_is_wrong() -> None:
+    """Call what the root can find wrong by itself on the root alone. Nothing is sent, so the group goes on."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        wide = [torch.zeros(2) for _ in range(size)]
+        with pytest.raises((InvalidRequestError, RuntimeError), match="invalid tensor size at index"):
+            dist.gather(torch.zeros(1), wide, 0)
+        with pytest.raises((InvalidRequestError, RuntimeError), match="invalid tensor size at index"):
+            dist.scatter(torch.zeros(1), wide, 0)
+    dist.barrier()
+
+
+def test_gather_and_scatter_with_wrong_sizes_fail_on_the_root_alone(world: Ranks) -> None:
+    world.run(_only_the_root_is_wrong, timeout=60)
 
 
 def _split() -> None:

@@ -601,7 +601,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def gather(self, lists: Any, inputs: Any, opts: Any) -> HvdlabWork:
         given, root = single("gather", inputs, "input"), self._root("gather", opts)
         is_root = root == self.rank()
-        outputs = parts_of_root("gather", lists, given, self.size(), is_root=is_root, which="output")
+        outputs = parts_of_root("gather", lists, given, self.size(), root, is_root=is_root, which="output")
         submission = Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
@@ -610,7 +610,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
         output, root = single("scatter", outputs, "output"), self._root("scatter", opts)
         is_root = root == self.rank()
-        inputs = parts_of_root("scatter", lists, output, self.size(), is_root=is_root, which="input")
+        inputs = parts_of_root("scatter", lists, output, self.size(), root, is_root=is_root, which="input")
         submission = Submission()
         sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
         self._add_exchange(submission, [output], inputs, sends, root=self._members[root])

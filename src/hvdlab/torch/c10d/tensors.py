@@ -85,7 +85,7 @@ def require_outputs(
 
 
 def parts_of_root(
-    operation: str, lists: Any, tensor: torch.Tensor, size: int, *, is_root: bool, which: str
+    operation: str, lists: Any, tensor: torch.Tensor, size: int, root: int, *, is_root: bool, which: str
 ) -> Tensors:
     """Return the root's list of tensors for a gather or scatter, one for each rank; an empty list on other ranks.
 
@@ -94,11 +94,13 @@ def parts_of_root(
         lists: As torch's caller gave it: the list in a list, the list itself, or nothing.
         tensor: The rank's own tensor, whose dtype the parts must have.
         size: Number of ranks.
+        root: The root's number in the group.
         is_root: Whether this rank is the root.
         which: ``output`` for a gather, ``input`` for a scatter.
 
     Raises:
-        InvalidRequestError: The list is missing on the root or given elsewhere, or has another length or dtype.
+        InvalidRequestError: The list is missing on the root or given elsewhere, or has another length or dtype,
+            or the root's own part has another size than its tensor.
     """
     given = list(lists) if lists else []
     if given and isinstance(given[0], (list, tuple)):
@@ -125,6 +127,11 @@ def parts_of_root(
             raise InvalidRequestError(
                 f"{operation}: invalid tensor type at index {index} (expected {tensor.dtype}, got {part.dtype})."
             )
+    if given[root].numel() != tensor.numel():
+        raise InvalidRequestError(
+            f"{operation}: invalid tensor size at index {root} (expected {tuple(tensor.shape)}, got "
+            f"{tuple(given[root].shape)}): the root's own part and its tensor have equally many elements."
+        )
     return given
 
 

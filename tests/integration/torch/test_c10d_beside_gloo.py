@@ -130,6 +130,21 @@ def test_gather_and_scatter_with_wrong_sizes_fail_on_the_root_alone(world: Ranks
     world.run(_only_the_root_is_wrong, timeout=60)
 
 
+def _negative_tag() -> None:
+    """Call messages with a negative tag on one rank. Nothing is sent, so the group goes on."""
+    if dist.get_rank() == 0:
+        for call in (dist.send, dist.recv):
+            with pytest.raises(InvalidRequestError, match="Tag must be nonnegative"):
+                call(torch.zeros(1), 1, tag=-1)
+        with pytest.raises(InvalidRequestError, match="only supports dense tensors"):
+            dist.send(torch.eye(2).to_sparse(), 1)
+    dist.barrier()
+
+
+def test_wrong_message_is_refused_on_its_rank_alone(world: Ranks) -> None:
+    world.run(_negative_tag, timeout=60)
+
+
 def _split() -> None:
     for name in ("split_group", "splitGroup"):
         with pytest.raises(UnsupportedError, match=r"dist\.new_group\(\[0, 1\]\)"):

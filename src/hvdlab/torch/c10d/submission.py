@@ -378,6 +378,18 @@ class Messages:
         name = self._name("any", self._rank, tag)
         return self._calls.submit("recv", given, submission, name=name, source=None)
 
+    def require_sound(self, operation: str, tensors: Any, other: int, tag: int) -> None:
+        """Raise ``InvalidRequestError`` for a message that this rank can find wrong by itself.
+
+        Args:
+            operation: ``send`` or ``recv``.
+            tensors: The message's tensor, alone or in a list.
+            other: The other rank.
+            tag: Its tag.
+        """
+        self._require_other(operation, other, tag)
+        require_dense(single(operation, tensors), operation)
+
     def _require_other(self, operation: str, other: int, tag: int) -> None:
         require_member(operation, other, len(self._members))
         require_tag(operation, tag)

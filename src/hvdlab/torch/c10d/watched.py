@@ -591,6 +591,7 @@ class WatchedGroup(HvdlabProcessGroup):
     def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
         if not self.is_watched(_first(tensors), None):
             return super().send(tensors, target, tag)
+        self._messages.require_sound("send", tensors, target, tag)
         return self.launch(
             "send", "send", _first(tensors), f"{self.rank()}>{target}.{tag}", (tensors, target, tag), {}
         )
@@ -598,6 +599,7 @@ class WatchedGroup(HvdlabProcessGroup):
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
         if not self.is_watched(_first(tensors), None):
             return super().recv(tensors, source, tag)
+        self._messages.require_sound("recv", tensors, source, tag)
         return self.launch(
             "recv", "recv", _first(tensors), f"{source}>{self.rank()}.{tag}", (tensors, source, tag), {}
         )

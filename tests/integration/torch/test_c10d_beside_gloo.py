@@ -80,6 +80,12 @@ def _gathered_value(group: Group, rank: int, size: int) -> list[Any]:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
+def _limits_in_seconds(group: Group, rank: int, size: int) -> list[Any]:
+    work = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+    dist.monitored_barrier(group, timeout=30.0)
+    return [work.wait(30.0)]
+
+
 def _received_in_another_shape(group: Group, rank: int, size: int) -> torch.Tensor:
     into = torch.zeros(6)
     if rank == 0:
@@ -92,6 +98,7 @@ def _received_in_another_shape(group: Group, rank: int, size: int) -> torch.Tens
 CASES: dict[str, Callable[[Group, int, int], Any]] = {
     "reduce_scatter in place": _reduced_into_own_row,
     "values": _gathered_value,
+    "seconds": _limits_in_seconds,
     "shape": _received_in_another_shape,
 }
 
@@ -103,6 +110,11 @@ def test_reduce_scatter_into_its_own_input_is_as_with_gloo(world: Ranks) -> None
 
 def test_values_of_gathers_are_flat_lists_as_with_gloo(world: Ranks) -> None:
     for reference, ours in world.run(_both, "values", timeout=60):
+        assert ours == reference
+
+
+def test_limits_may_be_numbers_of_seconds_as_with_gloo(world: Ranks) -> None:
+    for reference, ours in world.run(_both, "seconds", timeout=60):
         assert ours == reference
 
 

@@ -621,11 +621,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(Request(OpKind.BARRIER))
         return self._calls.submit("barrier", [], submission, opts=opts)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """Wait at a barrier with a limit.
 
         Args:
-            timeout: Limit of the wait; by default the group's timeout.
+            timeout: Limit of the wait, as a number in seconds; by default the group's timeout.
             wait_all_ranks: Has no effect: an error always names all ranks that are missing.
 
         Raises:
@@ -633,7 +635,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         submission = Submission()
         submission.add(Request(OpKind.BARRIER))
-        self._calls.submit("monitored_barrier", [], submission).wait(timeout or timedelta(0))
+        self._calls.submit("monitored_barrier", [], submission).wait(timeout or 0.0)
 
     # -- point to point -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.torch.c10d.inner_groups import InnerGroup
 from hvdlab.torch.c10d.launch_ring import LaunchSlot, Verdict
-from hvdlab.torch.c10d.work import futures_threads
+from hvdlab.torch.c10d.work import futures_threads, seconds_of
 from hvdlab.torch.dynamo import untraced_methods
 
 
@@ -214,18 +214,18 @@ class WatchedWork(dist.Work):
 
     # -- torch's interface of a work ----------------------------------------------------------------------------------
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
         """Wait until the outputs are there; on a GPU, let the current stream wait for that.
 
         Args:
-            timeout: Limit; by default that of the group. When it expires, all ranks give the operation up.
+            timeout: Limit, as a number in seconds; by default that of the group. When it expires, all ranks give the operation up.
 
         Raises:
             MismatchError: The ranks disagree about the operation; the group goes on.
             AbortedError: It can't complete; the group goes on. The outputs are undefined.
             KeyboardInterrupt: The user interrupted; all ranks then give up all that is in flight in the group.
         """
-        seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self.seconds
+        seconds = seconds_of(timeout, self.seconds)
         if self._group.on_device:
             if self.generation.ended is None and self._inner is not None:
                 self._inner.wait()

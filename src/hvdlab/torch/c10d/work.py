@@ -29,6 +29,12 @@ Deliver = Callable[[Sequence[Result]], None]
 """Copies the results of an operation's requests to the user's tensors."""
 
 
+def seconds_of(limit: timedelta | float | None, otherwise: float) -> float:
+    """Return a limit in seconds, which torch's own groups also take as a number; ``otherwise`` if it is ``None`` or not positive."""
+    seconds = limit.total_seconds() if isinstance(limit, timedelta) else float(limit or 0)
+    return seconds if seconds > 0 else otherwise
+
+
 @cache
 def futures_threads(pid: int) -> ThreadPoolExecutor:
     """Return the threads on which futures end: their callbacks may wait for further futures, which a thread of the engine must not do.
@@ -110,11 +116,11 @@ class HvdlabWork(dist.Work):
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
         """Wait until the outputs are there.
 
         Args:
-            timeout: Limit; by default that of the group. When it expires, all ranks give the operation up.
+            timeout: Limit, as a number in seconds; by default that of the group. When it expires, all ranks give the operation up.
 
         Returns:
             ``True``.
@@ -124,7 +130,7 @@ class HvdlabWork(dist.Work):
             AbortedError: It can't complete; the group goes on. The outputs are undefined.
             KeyboardInterrupt: The user interrupted; all ranks then give the operation up.
         """
-        seconds = timeout.total_seconds() if timeout.total_seconds() > 0 else self._seconds
+        seconds = seconds_of(timeout, self._seconds)
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
         self._complete(Limit(seconds, text))
         self._end_future()
@@ -268,7 +274,7 @@ class CoalescedWork(dist.Work):
         super().__init__()
         self._works = list(works)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
         """Wait for all operations; if some fail, raise the error of the first of these, once none is in flight.
 
         Args:

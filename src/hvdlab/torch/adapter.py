@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,31 @@ DTYPES: dict[torch.dtype, DType] = {
 }
 _BITS = np.dtype(np.uint16)
 _OF_NUMPY = frozenset(DTYPES) - {torch.bfloat16}
+
+
+@cache
+def _type_string(dtype: torch.dtype) -> str:
+    """Return numpy's name of an element type; numpy has no bfloat16, and the core stores it as words of 16 bits."""
+    return _BITS.str if dtype is torch.bfloat16 else torch.empty(0, dtype=dtype).numpy().dtype.str
+
+
+class _Elements:
+    """Memory of a direct tensor, of which numpy makes an array that keeps this object.
+
+    ``Tensor.numpy`` would do, but for a trace that it leaves: the tensor's storage can't be resized from then on.
+
+    Args:
+        tensor: The tensor, which lives as long as the array.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tensor.shape,
+            "typestr": _type_string(tensor.dtype),
+            "data": (tensor.data_ptr(), False),
+        }
 
 
 class TorchAdapter:
@@ -76,12 +102,12 @@ class TorchAdapter:
         )
 
     def host_view(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        if tensor.dtype is torch.bfloat16:
-            # numpy has no bfloat16, and the core stores it as words of 16 bits.
-            return tensor.detach().view(torch.int16).numpy().view(_BITS)
-        # ``force`` lets parameters pass, of which numpy() refuses to make an array. It never copies here,
-        # where the tensor is direct.
-        return tensor.numpy(force=True)
+        if tensor.numel() == 0 or not self.is_direct(tensor):
+            # ``force`` lets parameters pass, of which numpy() refuses to make an array.
+            bits = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+            array = bits.numpy(force=True)
+            return array.view(_BITS) if tensor.dtype is torch.bfloat16 else array
+        return np.asarray(_Elements(tensor))
 
     def stage(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous copy in host memory (page-locked for a CUDA tensor, which makes its transfer fast).
@@ -204,7 +230,7 @@ def plain_array(tensor: Any) -> npt.NDArray[Any] | None:
         return None
     if not tensor.is_cpu or tensor.dtype not in _OF_NUMPY or not ADAPTER.is_direct(tensor):
         return None
-    return tensor.numpy(force=True)
+    return ADAPTER.host_view(tensor)
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from hvdlab.bindings.adapter import HostMemory
 from hvdlab.bindings.handles import OutputAllocator
 from hvdlab.collectives.errors import UnsupportedError
 from hvdlab.collectives.types import DType
-from hvdlab.torch.adapter import ADAPTER, as_stored
+from hvdlab.torch.adapter import ADAPTER, as_stored, plain_array
 
 DTYPES = {
     torch.bool: DType.BOOL,
@@ -33,6 +35,24 @@ def test_view_shares_memory_with_the_tensor(dtype: torch.dtype) -> None:
     assert view.ctypes.data == tensor.data_ptr()
     view[:] = view[::-1].copy()
     assert tensor.tolist() == [1, 0, 1, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_viewed_tensor_can_still_be_enlarged(dtype: torch.dtype) -> None:
+    tensor = torch.ones(3, dtype=dtype)
+    ADAPTER.host_view(tensor)
+    plain_array(tensor)
+    assert tensor.resize_(5).numel() == 5
+
+
+def test_view_keeps_the_memory_of_a_tensor_that_is_dropped() -> None:
+    tensor = torch.arange(4)
+    view, alive = ADAPTER.host_view(tensor), weakref.ref(tensor)
+    del tensor
+    assert alive() is not None
+    assert view.tolist() == [0, 1, 2, 3]
+    del view
+    assert alive() is None
 
 
 def test_bfloat16_is_seen_as_its_bits() -> None:

@@ -185,6 +185,30 @@ def begun() -> tuple[WatchedWork, StreamWork]:
     return work, inner
 
 
+class UnmarkedWork:
+    """A work of Gloo's between the end of its future and the mark that it has ended."""
+
+    def __init__(self, outputs: list[torch.Tensor]) -> None:
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        self._future.set_result(outputs)
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        return self._future
+
+    def result(self) -> list[torch.Tensor]:
+        raise RuntimeError("Work needs to be completed before calling result().")
+
+
+def test_result_is_there_after_the_wait_before_gloo_has_marked_the_work() -> None:
+    supervisor, outputs = Supervisor(), [torch.ones(2)]
+    supervisor.on_device = False
+    slot = LaunchSlot(1, COLLECTIVES, 1, 1, "all_reduce", None, None, "train.py:7", "", 0)
+    work = WatchedWork(supervisor, Generation(3), slot, PATIENCE)
+    work.begun(UnmarkedWork(outputs), [])
+    assert work.wait()
+    assert work.result() == outputs
+
+
 def test_an_operation_on_a_gpu_is_over_once_the_gpu_has_done_it() -> None:
     work, inner = begun()
     assert not work.is_completed()

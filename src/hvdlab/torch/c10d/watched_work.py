@@ -280,7 +280,9 @@ class WatchedWork(dist.Work):
         self.wait()
 
     def result(self) -> Any:
-        return self._value if self._inner is None else self._inner.result()
+        # Gloo ends the future first, and refuses its result until a thread of its own has marked the work.
+        seen = self._over.is_set() and not self._group.on_device
+        return self._value if seen or self._inner is None else self._inner.result()
 
     def source_rank(self) -> int:
         return int(self._inner._source_rank())

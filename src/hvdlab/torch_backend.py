@@ -26,6 +26,9 @@ def register() -> None:
         module.init_process_group = module.distributed_c10d.init_process_group = ours
         monitored = _of_any_backend(module.monitored_barrier)
         module.monitored_barrier = module.distributed_c10d.monitored_barrier = monitored
+        c10d = module.distributed_c10d
+        if hasattr(c10d, "_set_pg_timeout"):
+            c10d._set_pg_timeout = _for_any_backend(c10d._set_pg_timeout)
 
 
 def _through_world(original: Any) -> Any:
@@ -59,6 +62,20 @@ def _of_any_backend(original: Any) -> Any:
             original(group, timeout, wait_all_ranks)
 
     return monitored_barrier
+
+
+def _for_any_backend(original: Any) -> Any:
+    """Return a ``_set_pg_timeout`` for all backends: torch's own only warns if a group is neither of Gloo nor of NCCL."""
+
+    @functools.wraps(original)
+    def set_pg_timeout(timeout: Any, group: Any = None) -> None:
+        chosen = sys.modules["torch.distributed"].group.WORLD if group is None else group
+        if type(chosen).__module__.startswith("hvdlab."):
+            chosen.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    return set_pg_timeout
 
 
 def _create(options: Any, watch: object) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
-from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
+from hvdlab.collectives.errors import AbortedError, InvalidRequestError, UnsupportedError
 from support.ranks.resident import Ranks
 
 Group = Any
@@ -166,3 +168,22 @@ def _split() -> None:
 
 def test_split_of_a_group_is_refused_and_the_rank_lives(world: Ranks) -> None:
     world.run(_split, timeout=60)
+
+
+def _limited() -> str:
+    """Give up a call that the other ranks leave out, by the timeout that the group has got after it was made."""
+    group = dist.new_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2), group)
+    text = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(AbortedError) as caught:
+            dist.all_reduce(torch.ones(1), group=group)
+        text = str(caught.value)
+    dist.monitored_barrier(_GROUPS["gloo"])
+    return text
+
+
+def test_timeout_that_is_set_later_limits_calls_of_the_group(world: Ranks) -> None:
+    assert "after 0.2 s, the timeout of the process group" in world.run(_limited, timeout=60)[0]

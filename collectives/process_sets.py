@@ -16,6 +16,7 @@ from hvdlab.collectives.engine.engine import Engine
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import InvalidRequestError, UnsupportedError
 from hvdlab.collectives.planes.base import host_view
+from hvdlab.collectives.protocol.messages import MOST_RANKS
 from hvdlab.collectives.types import DType, OpKind
 
 GLOBAL_ID = 0
@@ -227,7 +228,7 @@ def _checked_ranks(ranks: object) -> list[int]:
     except TypeError:
         # For the error below, which is the same for values that are no numbers and for negative ones.
         numbers = [-1]
-    if any(number < 0 for number in numbers):
+    if not all(0 <= number < MOST_RANKS for number in numbers):
         raise InvalidRequestError(
             f"A process set is made from a list of ranks such as [0, 2], not from {ranks!r}."
         )

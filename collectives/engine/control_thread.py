@@ -52,7 +52,7 @@ from hvdlab.collectives.planes.base import (
 from hvdlab.collectives.planes.shm.agreement_board import MEMBERS, map_board
 from hvdlab.collectives.planes.shm.layout import layout_from
 from hvdlab.collectives.protocol import messages as m
-from hvdlab.collectives.protocol.codec import decode_to_peer
+from hvdlab.collectives.protocol.codec import FRAME_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers
 
@@ -67,6 +67,8 @@ RETRY_INTERVAL = 0.5
 NEEDED_DESCRIPTORS = 3
 """Descriptors that the memory takes at most: the received one, and one for each of the two mappings. With fewer the next generation
 would lack its memory as well, and the rank would ask for another one."""
+LARGEST_BODY = FRAME_LIMIT - (1 << 20)
+"""Bytes of the body of mail at most. The rest of the frame is for its topic and the ranks that it is for."""
 
 
 class Control:
@@ -521,7 +523,11 @@ class ControlHandlers:
             self._locked.update(RankState.attach_board, member)
 
     def send(self, message: m.Message) -> None:
-        """Send a message. Any thread."""
+        """Send a message. Any thread. Raises ``ProtocolError``, and sends nothing, if it carries more than a message can."""
+        size = len(message.body) if isinstance(message, m.Post) else 0
+        # Here, since perhaps another thread sends it, which can't raise the error where the message was made.
+        if size > LARGEST_BODY:
+            raise ProtocolError(f"mail of {size} bytes can't be sent; the limit is {LARGEST_BODY} bytes")
         self._locked.update(RankState.queue_message, message)
 
     def withdraw(self, process_set: int, text: str, kind: CauseKind = CauseKind.WITHDRAWN) -> None:

@@ -55,10 +55,11 @@ from hvdlab.collectives.engine.process_set_view import BoardMember, BoardReducti
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import PendingCollective, Result
 from hvdlab.collectives.engine.span_log import SpanLog
-from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
+from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError, ProtocolError
 from hvdlab.collectives.planes.base import HostArray, PhaseTimes
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
+from hvdlab.collectives.text import LOG
 
 _monotonic_ns = time.monotonic_ns
 
@@ -215,10 +216,24 @@ class LockedState:
             state = self.state
             if state.has_messages and not self._suspended:
                 self._update_in_progress = True
-                complete = self._endpoint.send_all(state.take_messages())
+                messages = state.take_messages()
+                try:
+                    complete = self._endpoint.send_all(messages)
+                except ProtocolError as error:
+                    self._give_up_unsent(messages, error)
+                    complete = True
                 self._update_in_progress = False
                 return complete
         return True
+
+    def _give_up_unsent(self, messages: list[m.Message], error: ProtocolError) -> None:
+        """Give up the generations if an announcement is perhaps the message that can't be sent; the others of these have left."""
+        # Not raised: the connection is sound, and the thread that flushes is seldom the one whose message it is. Raised on the control
+        # thread it would end the connection, and on the executor its thread.
+        LOG.error("rank %d: %s", self._rank, error)
+        if any(isinstance(message, m.Announce) for message in messages):
+            self.state.abandon_interrupted(f"a collective of rank {self._rank} can't be announced: {error}")
+            self._wake()  # the control thread sends the requests that come of it
 
     def flush_direct(self) -> None:
         """Send the queued messages on a user's thread. The control thread sends large amounts."""

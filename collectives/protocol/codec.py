@@ -129,10 +129,10 @@ def _escaped(value: Any) -> Any:
 
 
 def encode(message: Message) -> bytes:
-    """Return the whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large to send."""
+    """Return the whole frame of a message. Raises ``ProtocolError`` if it, or a number in it, is too large, or of a type that can't be sent."""
     try:
         payload = pack(message)
-    except OverflowError as error:
+    except (OverflowError, TypeError) as error:
         raise ProtocolError(f"a {type(message).__name__} can't be sent: {error}") from error
     return encode_frame(payload)
 

@@ -184,14 +184,20 @@ class Endpoint:
 
         Raises:
             ConnectionLost: The connection is closed, on this side or the other.
-            ProtocolError: A message is too large; those before it are sent.
+            ProtocolError: A message is too large; all others are sent.
         """
         frames: list[bytes] = []
-        try:
-            for message in messages:
-                frames.append(encode(message))  # those before one that is too large are sent
-        finally:
-            complete = self._send_frames(frames)
+        refused: ProtocolError | None = None
+        for message in messages:
+            try:
+                frames.append(encode(message))
+            except (
+                ProtocolError
+            ) as error:  # the others are perhaps of other threads, which do not send them again
+                refused = refused or error
+        complete = self._send_frames(frames)
+        if refused is not None:
+            raise refused
         return complete
 
     def _send_frames(self, frames: list[bytes]) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, Self
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,9 +23,11 @@ from hvdlab.collectives.errors import (
     DuplicateNameError,
     InvalidRequestError,
     MismatchError,
+    ProtocolError,
 )
+from hvdlab.collectives.protocol import codec
 from support.engine_probe import EngineProbe
-from support.patience import GONE, PATIENCE, without_heartbeat
+from support.patience import GONE, PATIENCE, eventually, without_heartbeat
 from support.ranks.resident import RankGone, Ranks, resident_ranks
 
 
@@ -101,6 +104,24 @@ def submit_twice() -> None:
     context.engine().flush()
     context.engine().post("waiting", b"")
     hvd.synchronize(first)
+
+
+def announce_unsendable() -> None:
+    with mock.patch.object(codec, "FRAME_LIMIT", 4096):
+        # The control thread announces it: a wait would do so on this thread.
+        operation = hvd.allreduce_async(np.ones(4, np.float32), "n" * 5000, op=hvd.Sum)
+        eventually(lambda: hvd.poll(operation))
+    with pytest.raises(AbortedError, match="can't be announced: a message of 5"):
+        hvd.synchronize(operation)
+
+
+def post_too_large() -> list[float]:
+    # In flight meanwhile, and not to be given up for it.
+    operation = hvd.allreduce_async(np.ones(4, np.float32), "beside", op=hvd.Sum)
+    with pytest.raises(ProtocolError, match="can't be sent"):
+        context.engine().post("waiting", bytes(codec.FRAME_LIMIT))
+    result: list[float] = hvd.synchronize(operation).tolist()
+    return result
 
 
 def sleep() -> None:
@@ -485,3 +506,13 @@ def reduces_under_names_that_are_no_utf_8() -> list[float]:
 def test_a_name_with_half_of_a_surrogate_pair_is_a_name_as_any_other(two: Ranks) -> None:
     assert two.run(reduces_under_names_that_are_no_utf_8) == [[2.0] * 3] * 2
     assert two.run(total, 1.0) == [[2.0] * 4] * 2
+
+
+def test_announcement_too_large_for_a_frame_ends_no_connection(two: Ranks) -> None:
+    two.run(announce_unsendable)
+    assert two.run(total, 1.0) == [[2.0] * 4] * 2
+
+
+def test_mail_too_large_for_a_frame_is_refused_to_its_sender(two: Ranks) -> None:
+    operations = two.run(post_too_large)
+    assert operations == [[2.0] * 4] * 2

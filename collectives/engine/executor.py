@@ -27,6 +27,7 @@ from hvdlab.collectives.planes import registry
 from hvdlab.collectives.planes.base import HOST, Completion, PhaseTimes, Plane, PlaneAborted, PlaneContext
 from hvdlab.collectives.planes.registry import PeerPlanes
 from hvdlab.collectives.reduce import FoldScratch
+from hvdlab.collectives.text import LOG
 from hvdlab.collectives.types import OpKind
 
 CONNECT_TIMEOUT = 30.0
@@ -34,6 +35,8 @@ CONNECT_TIMEOUT = 30.0
 
 Scope = tuple[int, int, str]
 """Process set, generation and device class."""
+Close = Callable[[], None]
+Job = RunBatch | Close
 
 
 class PlaneSlot:
@@ -112,9 +115,9 @@ class PlaneSlot:
         # The mark before the plane is read; open() and pairs() store in the other order.
         self.aborted = True
         if self.plane is not None:
-            self.plane.abort()
+            self._try(self.plane.abort)
         if self._pairs is not None:
-            self._pairs.abort()
+            self._try(self._pairs.abort)
         self._on_abort()
 
     def close(self) -> None:
@@ -122,15 +125,22 @@ class PlaneSlot:
             return
         self._closed = self.aborted = True
         if self._pairs is not None:
-            self._pairs.close()
+            self._try(self._pairs.close)
         if self.plane is not None:
-            self.plane.close()
+            self._try(self.plane.close)
         elif self.context.memory_fd >= 0:
             os.close(self.context.memory_fd)  # no plane was built that would own it
 
-
-Close = Callable[[], None]
-Job = RunBatch | Close
+    def _try(self, end: Close) -> None:
+        """Abort or close a part of a generation that is over; log an error, such as one for lack of descriptors."""
+        # Not raised: the control thread and the queue's own thread come here, and would end by it. The rank would be lost, or wait for
+        # ever with its next operation. An operation that goes on in spite of its abort is abandoned.
+        try:
+            end()
+        except Exception:  # noqa: BLE001  (the code of any plane, and of libraries below it)
+            LOG.exception(
+                "the %s plane of process set %d, generation %d, failed at its end", self.name, *self.scope[:2]
+            )
 
 
 class Outcomes(Protocol):
@@ -235,7 +245,7 @@ class Executor:
                     if type(job) is RunBatch:
                         self._run(queue, job)
                     else:
-                        job()  # type: ignore[operator]  # the other kind of job
+                        _run_job(job)  # type: ignore[arg-type]  # the other kind of job
                     # Not in a ``finally``: an interrupted thread leaves the job here, and pop_interrupted() gives up its generation.
                     queue.current = None
                     if self._hooks.due:
@@ -485,3 +495,12 @@ class Executor:
         queue.thread = threading.Thread(target=self._loop, args=(queue,), name=name, daemon=True)
         queue.thread.start()
         return queue
+
+
+def _run_job(job: Close) -> None:
+    """Run a job that is no batch; log an error."""
+    # The thread that runs it goes on: the batches behind it are of other generations, and their handles wait for this thread.
+    try:
+        job()
+    except Exception:  # noqa: BLE001  (as above)
+        LOG.exception("a job between two operations failed")

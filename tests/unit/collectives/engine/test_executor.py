@@ -1,0 +1,87 @@
+"""Threads of the executor go on after a plane has failed at its end."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
+from hvdlab.collectives.engine.executor import Executor, PlaneSlot
+from hvdlab.collectives.engine.requests import Result
+from hvdlab.collectives.planes.base import HOST, PhaseTimes, PlaneContext
+from hvdlab.collectives.planes.host import LocalPlane
+from support.patience import PATIENCE
+
+
+class Sleeper:
+    """Control thread that has nothing to do."""
+
+    def wake(self) -> None: ...
+
+
+class NoOutcomes:
+    """Receiver of ends of batches, of which there are none."""
+
+    def batch_done(
+        self, batch: RunBatch, results: list[Result], started: int, phases: PhaseTimes
+    ) -> None: ...
+
+    def batch_unfinished(self, batch: RunBatch, started: int, phases: PhaseTimes) -> None: ...
+
+    def batch_failed(self, batch: RunBatch, error: Exception) -> None: ...
+
+
+class FailingPlane(LocalPlane):
+    """Plane that finds no descriptor when it is aborted or closed."""
+
+    def abort(self) -> None:
+        raise OSError(errno.EMFILE, "no descriptor left")
+
+    close = abort
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    made = Executor(NoOutcomes(), CompletionHooks(0, Sleeper()), "test")
+    yield made
+    made.close(PATIENCE)
+    assert not any(thread.is_alive() for thread in made.threads)
+
+
+def add_failing_plane(executor: Executor, ended: threading.Event) -> None:
+    context = PlaneContext(0, 1, 0, 1, (0,), ("here",), None, -1, "", {})
+    slot = PlaneSlot("failing", HOST, context, ended.set)
+    slot.plane = FailingPlane(context)
+    executor.prepare(slot)
+
+
+def test_abort_of_a_failing_plane_ends_the_waits_of_its_generation(executor: Executor) -> None:
+    ended = threading.Event()
+    add_failing_plane(executor, ended)
+    executor.abort(0, 1)  # as the control thread calls it, which would end by an error
+    assert ended.is_set()
+
+
+def test_jobs_behind_a_plane_that_fails_to_close_are_run(executor: Executor) -> None:
+    done = threading.Event()
+    add_failing_plane(executor, threading.Event())
+    executor.close_older(0, 2)
+    executor.enqueue(done.set)
+    executor.wake()
+    assert done.wait(PATIENCE)
+
+
+def test_jobs_behind_one_that_fails_are_run(executor: Executor) -> None:
+    done = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("a failed job")
+
+    executor.enqueue(fail)
+    executor.wake()
+    executor.enqueue(done.set)
+    executor.wake()
+    assert done.wait(PATIENCE)

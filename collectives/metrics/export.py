@@ -123,7 +123,11 @@ class PointReader:
             # Replaced first: `_metrics()` holds a batch again whose clock still can't be compared.
             held, self._held = self._held, deque()
             for earlier in held:
-                found += self._metrics(earlier, read_head(earlier))
+                # Each by itself: their records are read only now, and a bad one must not take along the others and this batch.
+                try:
+                    found += self._metrics(earlier, read_head(earlier))
+                except ProtocolError:
+                    self.refused += 1
         return found + self._metrics(batch, head)
 
     def _metrics(self, batch: bytes, head: Head) -> list[Point]:

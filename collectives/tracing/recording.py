@@ -422,7 +422,11 @@ class Recording:
         # Replaced before they are fed: a batch whose clock still can't be compared is held again.
         held, self._unaligned = self._unaligned, []
         for earlier, its_head in held:
-            self._feed(earlier, its_head)
+            # Each by itself: their spans are checked only now, and a bad one must not take along the others and this batch.
+            try:
+                self._feed(earlier, its_head)
+            except ProtocolError:
+                self.refused += 1
         self._lost[head.rank] = head.dropped + head.refused
         news = [(at, event) for at, event in small if isinstance(event, Members)]
         self._planes.update(head.rank, [event for _, event in news])

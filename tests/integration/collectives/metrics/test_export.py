@@ -23,7 +23,15 @@ from hvdlab.collectives.metrics.export import (
     Point,
     PointReader,
 )
-from hvdlab.collectives.tracing.record_format import CellBeginEvent, ClockSample, Metric, clock_domain, encode
+from hvdlab.collectives.tracing.columns import RECORD
+from hvdlab.collectives.tracing.record_format import (
+    RECORD_BYTES,
+    CellBeginEvent,
+    ClockSample,
+    Metric,
+    clock_domain,
+    encode,
+)
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks
 
@@ -188,6 +196,22 @@ def test_what_can_not_be_aligned_for_long_is_dropped_and_counted() -> None:
     for _ in range(BATCHES_HELD + 5):
         assert reader.read(encode(1, two, clock=clock_domain() + 1)) == []
     assert reader.dropped == 10
+
+
+def test_held_batch_that_is_damaged_takes_no_other_along() -> None:
+    reader = PointReader(lambda: 0.0)
+    far = clock_domain() + 1
+    good = encode(1, [Metric("loss", 0.5, 3, 20 * SECOND)], clock=far)
+    at = len(good) - RECORD_BYTES + RECORD.fields["name"][1]
+    damaged = good[:at] + b"\xff\xff" + good[at + 2 :]
+    for batch in (damaged, good):
+        assert reader.read(batch) == []
+    assert reader.read(encode(0, [ClockSample(SECOND, 0, 0)], clock=clock_domain())) == []
+    released = reader.read(
+        encode(1, [Metric("loss", 0.1, 4, 21 * SECOND), ClockSample(SECOND, 0, 0)], clock=far)
+    )
+    assert [one.step for one in released] == [3, 4]
+    assert reader.refused == 1
 
 
 def test_a_batch_that_is_damaged_is_counted() -> None:

@@ -124,6 +124,10 @@ class RankReconnect:
                     # A successor had come, and has died as well: wait for the next one.
                     died, deadline = died + 1, self._deadline()
                 self._cancelled.wait(min(PAUSE, deadline.remaining() or 0.0))
+            # A fault of ours, or no memory. Without an answer the rank would hold its submissions for ever.
+            except Exception as error:  # noqa: BLE001  (for any error the search is over)
+                why = f"the search for it failed ({type(error).__name__}: {error})"
+                break
             else:
                 # The control thread owns the rank's state. From here on this thread touches neither the endpoint nor the incarnation.
                 self._control.call(partial(self._go_on, endpoint, welcome))

@@ -24,7 +24,7 @@ class Waiting(RankReconnect):
     def __init__(
         self,
         seconds: float,
-        error: StartError,
+        error: Exception,
         monkeypatch: pytest.MonkeyPatch,
         *,
         returns: bool = False,
@@ -92,6 +92,12 @@ def test_one_that_comes_too_early_asks_again(monkeypatch: pytest.MonkeyPatch) ->
     waiting = Waiting(25.0, RefusedError("still there", again=True), monkeypatch, returns=True)
     assert waiting.run() == "it was killed; still there"
     assert waiting.attempts > 3
+
+
+def test_search_that_fails_by_an_unexpected_error_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting(0.0, OSError("no descriptor left"), monkeypatch)
+    assert waiting.run() == "it was killed; the search for it failed (OSError: no descriptor left)"
+    assert waiting.attempts == 1
 
 
 def test_one_that_loses_its_connection_again_and_again_does_not_come_back(

@@ -67,8 +67,9 @@ class Keeper:
             self._restarts.add()  # before the attempt: one that hangs or fails counts as well
             try:
                 self._coordinator.respawn()
-            except (StartError, OSError) as error:
-                self._give_up(how, str(error))
+            # Also a fault of ours: with the sockets open and no thread that serves them, ranks would wait for a successor in vain.
+            except Exception as error:  # noqa: BLE001  (for any error there is no successor)
+                self._give_up(how, str(error) if isinstance(error, StartError | OSError) else repr(error))
                 return
             LOG.warning(
                 "the coordinator ended (%s), and rank 0 has started another within %.1f s. What ranks were doing "

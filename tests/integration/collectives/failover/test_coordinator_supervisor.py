@@ -21,11 +21,11 @@ from support.patience import PATIENCE
 
 
 class FakeCoordinator:
-    """Process that only sleeps; ``broken`` ones have no successor."""
+    """Process that only sleeps; ``broken`` ones have no successor, for this error."""
 
-    def __init__(self, *, broken: bool = False) -> None:
+    def __init__(self, *, broken: bool = False, error: Exception | None = None) -> None:
         self.did: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.broken = broken
+        self.broken, self.error = broken, error or StartError("there is no memory")
         self.process = self.begin()
 
     def begin(self) -> subprocess.Popen[bytes]:
@@ -40,7 +40,7 @@ class FakeCoordinator:
 
     def respawn(self, within: float = PATIENCE) -> None:
         if self.broken:
-            raise StartError("there is no memory")
+            raise self.error
         self.process = self.begin()
         self.did.put("respawn")
 
@@ -69,6 +69,17 @@ def test_nobody_waits_for_one_that_does_not_come_up(caplog: pytest.LogCaptureFix
     assert fake.did.get(timeout=PATIENCE) == "close"
     watching.close()
     assert "no other one can take its place: there is no memory" in caplog.text
+
+
+def test_successor_that_fails_by_an_unexpected_error_frees_the_ranks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake: Any = FakeCoordinator(broken=True, error=ValueError("no JSON"))
+    watching = Keeper(fake)
+    fake.process.kill()
+    assert fake.did.get(timeout=PATIENCE) == "close"
+    watching.close()
+    assert "no other one can take its place: ValueError('no JSON')" in caplog.text
 
 
 @pytest.fixture

@@ -498,24 +498,29 @@ class Client:
             if not same:
                 self._taken = 0
             subscribe = m.Subscribe(self._subscribed, after=self._taken)
+            before = self._lost, self._welcome, self._connection
             # Sent before the connection is in use: no message of another thread can come before these, and none between them.
             try:
                 if self._closing:
                     raise CoordinatorLostError("this client was closed")
                 for message in (*self._recollection(cells, same=same), *losses, subscribe):
                     endpoint.send(message)
-            except ConnectionLost as error:
-                self._losses = losses  # the next successor has to know them as well
-                endpoint.close()
-                raise CoordinatorLostError(str(error)) from error
-            except BaseException:
-                endpoint.close()
+                self._again = True
+                # Before _use() starts the new connection's thread, whose first World message sets the first of them again.
+                self._world_seen, self._lost, self._pongs = False, "", set()
+                self._loss_reported = False
+                self._use(endpoint, welcome)
+            except BaseException as error:
+                # Also after an interrupt, and for lack of a descriptor or a thread: as long as no thread reads, the coordinator is lost,
+                # or waits would have no end. A new thread owns the connection.
+                if not self._connection.thread.is_alive():
+                    self._losses = losses  # the next successor has to know them as well
+                    self._lost, self._welcome, self._connection = before
+                    self._loss_reported = True
+                    endpoint.close()
+                if isinstance(error, ConnectionLost):
+                    raise CoordinatorLostError(str(error)) from error
                 raise
-            self._again = True
-            # Before _use() starts the new connection's thread, whose first World message sets the first of them again.
-            self._world_seen, self._lost, self._pongs = False, "", set()
-            self._loss_reported = False
-            self._use(endpoint, welcome)
 
     def _wait_lost(self, deadline: Deadline) -> None:
         if threading.current_thread() is self._connection.thread:

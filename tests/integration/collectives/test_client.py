@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import select
@@ -9,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import pytest
 
@@ -545,6 +546,37 @@ def test_without_a_successor_there_is_an_error(coordinator: CoordinatorProcess) 
             client.reconnect()
     with pytest.raises(InvalidRequestError, match="keep=True"):
         coordinator.respawn(PATIENCE)
+
+
+def test_client_that_finds_no_descriptor_to_reconnect_stays_lost(
+    kept: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EMFILE, "no descriptor left")
+
+    lost: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with Client.connect(kept.address, kept.client_token) as client:
+        client.expect([0, 1])
+        client.flush()
+        client.on_lost(lost.put)
+        process = os.pidfd_open(kept.pid)
+        os.kill(kept.pid, signal.SIGKILL)
+        lost.get(timeout=GONE)
+        assert select.select([process], [], [], GONE)[0]
+        os.close(process)
+        client.rank_lost(1, 7, "killed by SIGBUS")
+        kept.respawn(PATIENCE)
+        with monkeypatch.context() as patch:
+            patch.setattr("hvdlab.collectives.client.socket.socketpair", refuse)
+            with pytest.raises(OSError, match="no descriptor left"):
+                client.reconnect()
+        with pytest.raises(CoordinatorLostError):
+            client.wait_for(lambda now: False, 1.0)
+        assert client.incarnation == 0
+        assert [(death.rank, death.reason) for death in client.reconnect().deaths] == [
+            (1, "killed by SIGBUS")
+        ]
+        assert client.incarnation == 1
 
 
 def test_a_stopped_coordinator_is_lost(kept: CoordinatorProcess) -> None:

@@ -557,7 +557,8 @@ class Client:
         if first:
             with contextlib.suppress(CoordinatorLostError):
                 self._send(m.Bye("closed"))
-            self._connection.close()
+        # Also the second time: an interrupt can have come before it, and the thread would read for ever.
+        self._connection.close()
         if threading.current_thread() is not self._connection.thread:
             self._connection.thread.join(timeout)
         if self._recording is not None:

@@ -14,7 +14,7 @@ from typing import NoReturn, TypeVar
 
 import pytest
 
-from hvdlab.collectives.client import Client, CoordinatorLostError, Membership, Stall
+from hvdlab.collectives.client import Client, ClientConnection, CoordinatorLostError, Membership, Stall
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol import messages as m
@@ -270,6 +270,21 @@ def test_closing_is_no_loss(coordinator: CoordinatorProcess) -> None:
         client.post("t", b"", [0])
     with Client.connect(coordinator.address, coordinator.client_token) as other:
         assert other.membership().expected == (0,)  # messages just before close() count
+
+
+def test_close_that_was_interrupted_is_finished_by_the_next(
+    coordinator: CoordinatorProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    client = Client.connect(coordinator.address, coordinator.client_token)
+    with monkeypatch.context() as patch:
+        patch.setattr(ClientConnection, "send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            client.close()
+    client.close(PATIENCE)
+    assert "hvdlab-client" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_waits_have_an_end(client: Client) -> None:

@@ -88,8 +88,10 @@ def init(settings: Settings | None = None) -> Engine:
         InvalidRequestError: A variable of the environment can't be read.
     """
     with _context.lock:
-        if _context.engine is not None and not _context.engine.closed:
-            return _context.engine
+        if _context.engine is not None:
+            if not _context.engine.leaving:
+                return _context.engine
+            shutdown()  # finishes one that was interrupted: this rank is perhaps still connected
         if _context.adopted is not None and not _context.adopted.closed:
             engine = _context.adopted
             engine.wait_for_world(engine.settings.start_timeout)
@@ -184,13 +186,18 @@ def shutdown() -> None:
     """Leave the world. Collectives in flight fail. Does nothing if not initialized; an adopted engine stays open."""
     with _context.lock:
         engine, _context.engine = _context.engine, None
-        _context.companions = (None, {})
+        companions, _context.companions = _context.companions, (None, {})
         coordinator, _context.coordinator = _context.coordinator, None
-        # The engine first: it takes leave of its coordinator.
-        if engine is not None and engine is not _context.adopted:
-            engine.close()
-        if coordinator is not None:
-            coordinator.close()
+        try:
+            # The engine first: it takes leave of its coordinator.
+            if engine is not None and engine is not _context.adopted:
+                engine.close()
+            if coordinator is not None:
+                coordinator.close()
+        except BaseException:
+            # An interrupt, as a rule: without them no later call could take leave, and the coordinator would refuse this rank's next init().
+            _context.engine, _context.companions, _context.coordinator = engine, companions, coordinator
+            raise
 
 
 def _release() -> None:

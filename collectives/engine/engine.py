@@ -77,6 +77,8 @@ class Engine:
         #: A bound method, looked up once: it is called for every tensor.
         self._submit = locked.submit
         self.closed = False
+        #: The thread in the middle of :meth:`close`, or that was interrupted there; 0 for none.
+        self._closer = 0
         outcomes = BatchOutcomes(locked, self._spans)
         self._executor = Executor(outcomes, self.hooks, str(rank))
         self._handlers = ControlHandlers(
@@ -668,14 +670,16 @@ class Engine:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float = 5.0) -> None:
-        """Leave the world in order and end all threads. Idempotent.
+        """Leave the world in order and end all threads. Idempotent; a thread that was interrupted in it finishes it by another call.
 
         Operations that execute are finished first. Handles in flight then fail, on the other ranks as well.
 
         Raises:
             InvalidRequestError: A completion hook calls it.
+            OSError: The timeline file could not be written; the rank has left all the same.
         """
-        if self.closed:
+        # Another thread closes it, or all is done. The thread that was interrupted halfway begins again: each step can be repeated.
+        if self.closed and self._closer != threading.get_ident():
             return
         self.hooks.refuse_to_wait()
         # The order is an argument. Submissions are refused first, so that _drain() finds an end. Consumers of events close while the
@@ -686,8 +690,20 @@ class Engine:
             self._sampler.close(timeout)
         on_control = threading.current_thread() is self._control.thread
         _drain(self._locked, self.rank, self.farewell, None if on_control else Deadline(timeout))
-        self._timeline.stop()
-        self.exports.close(timeout)
+        try:
+            self._timeline.stop()
+            self.exports.close(timeout)
+        finally:  # also if the disk failed: the other ranks must not wait for this one
+            self._leave(timeout)
+
+    @property
+    def leaving(self) -> bool:
+        """Return whether :meth:`close` has begun, or this is a forked child: nothing can be submitted any more."""
+        return self._locked.unusable is not None
+
+    def _leave(self, timeout: float) -> None:
+        """Take leave of the coordinator, and end all threads."""
+        self._closer = threading.get_ident()  # before the mark, which alone would end the next call at once
         self.closed = True
         self._reconnecting.cancel(timeout)
         self._control.call(self._say_bye)
@@ -698,6 +714,7 @@ class Engine:
         self._inline.close()
         self._control.close()
         _engines.discard(self)
+        self._closer = 0
 
     def _say_bye(self) -> None:
         self._handlers.send_events()  # in front of the goodbye: the coordinator reads nothing behind it

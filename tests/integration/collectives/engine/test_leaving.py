@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -15,11 +15,16 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.engine import engine as engine_module
+from hvdlab.collectives.engine.control_thread import Control
 from hvdlab.collectives.engine.engine import Engine
+from hvdlab.collectives.engine.executor import Executor
+from hvdlab.collectives.engine.telemetry import TimelineTap
 from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import AbortedError, CauseKind, StartError
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.settings import Settings
+from support.engine_probe import EngineProbe
 from support.patience import HOUR, PATIENCE, without_heartbeat
 from support.ranks.resident import Ranks
 
@@ -174,3 +179,50 @@ def test_a_death_counts_only_as_long_as_nobody_has_come_for_it() -> None:
         m.World((0, 1), (member[0],), (death,), 1)
     )  # a member that dies later is no matter of starting
     view.wait_complete(0, 0)
+
+
+def interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("step", [(Control, "stop"), (Executor, "close"), (CoordinatorProcess, "close")])
+def test_interrupted_shutdown_is_finished_by_the_next(
+    step: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context.init()
+    parts = EngineProbe(context.engine())
+    with monkeypatch.context() as patch:
+        patch.setattr(*step, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            context.shutdown()
+    context.shutdown()
+    assert not context.is_initialized()
+    assert not parts.control.thread.is_alive()
+    assert not any(thread.is_alive() for thread in parts.executor.threads)
+
+
+def test_interrupted_shutdown_is_finished_by_the_next_init(monkeypatch: pytest.MonkeyPatch) -> None:
+    context.init()
+    parts = EngineProbe(context.engine())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "_drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            context.shutdown()
+    context.init()
+    assert not parts.control.thread.is_alive()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == 1.0
+    context.shutdown()
+
+
+def test_rank_whose_timeline_fails_leaves_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError("no space left")
+
+    context.init()
+    parts = EngineProbe(context.engine())
+    monkeypatch.setattr(TimelineTap, "stop", fail)
+    with pytest.raises(OSError, match="no space left"):
+        context.shutdown()
+    assert not parts.control.thread.is_alive()
+    monkeypatch.undo()
+    context.shutdown()

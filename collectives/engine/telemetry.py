@@ -111,14 +111,17 @@ class Subscription:
             self._requests[number].arrived.set()
 
     def remove(self, sink: Sink) -> None:
-        """End the calls of this sink."""
+        """End the calls of this sink, also if :meth:`add` was interrupted."""
         callbacks = self._handlers.callbacks
         with self._lock:
-            callbacks.event_sinks.remove(sink)
-            self._sinks.remove(sink)
+            # An interrupt of add() can have come before any of its steps.
+            for sinks in callbacks.event_sinks, self._sinks:
+                if sink in sinks:
+                    sinks.remove(sink)
             if not self._sinks:
                 # A successor of the coordinator would otherwise send events that no sink gets.
-                callbacks.reconnections.remove(self._subscribe)
+                if self._subscribe in callbacks.reconnections:
+                    callbacks.reconnections.remove(self._subscribe)
                 self._handlers.send(m.Subscribe(False))
 
 
@@ -151,9 +154,11 @@ class TimelineTap:
         if file is None:
             return
         atexit.unregister(self.stop)
-        self._subscription.wait_for_events()
-        self._subscription.remove(file.feed)
-        file.close()
+        try:
+            self._subscription.wait_for_events()
+        finally:  # also if Ctrl-C ends the wait: no later call finds the file, which would grow for good
+            self._subscription.remove(file.feed)
+            file.close()
 
 
 class RankExport(Export):
@@ -184,9 +189,12 @@ class RankExport(Export):
         Returns:
             Whether that was done within ``timeout`` seconds; otherwise the export continues to close.
         """
-        # Before its thread ends: this hands it the points that were recorded by now, and ends the calls of feed().
-        self._exports.remove(self)
-        return super().close(timeout)
+        try:
+            # Before its thread ends: this hands it the points that were recorded by now, and ends the calls of feed().
+            self._exports.remove(self)
+        finally:  # also if Ctrl-C ends the wait for those points: the engine does not close it any more
+            closed = super().close(timeout)
+        return closed
 
 
 class MetricExports:
@@ -225,12 +233,15 @@ class MetricExports:
             if export not in self._open:
                 return
             self._open.remove(export)
-        self._flush()
-        if export.all_ranks:
-            self._subscription.wait_for_events()
-            self._subscription.remove(export.feed)
-        else:
-            self._handlers.callbacks.own_event_sinks.remove(export.feed)
+        try:
+            self._flush()
+            if export.all_ranks:
+                self._subscription.wait_for_events()
+        finally:
+            if export.all_ranks:
+                self._subscription.remove(export.feed)
+            elif export.feed in self._handlers.callbacks.own_event_sinks:
+                self._handlers.callbacks.own_event_sinks.remove(export.feed)
 
     def _flush(self) -> None:
         control = self._handlers.control

@@ -259,6 +259,7 @@ def frame_defined(
 
 
 _COUNT, _LOST = 5, 7
+_MOST_LOST = (1 << 64) - 1
 
 
 def count_of(batch: bytes) -> int:
@@ -271,7 +272,8 @@ def with_lost(batch: bytes, more: int) -> bytes:
     if len(batch) < HEADER.size:
         return batch
     fields = list(HEADER.unpack_from(batch))
-    fields[_LOST] += more
+    # A rank can send any number: one that does not fit any more would end the coordinator, which adds here.
+    fields[_LOST] = min(fields[_LOST] + more, _MOST_LOST)
     return HEADER.pack(*fields) + batch[HEADER.size :]
 
 

@@ -56,3 +56,10 @@ def test_what_is_no_batch_is_passed_on_as_it_is() -> None:
     message = subscriber.next_batch(RankEvents(1, b"short"), 0)
     assert message is not None
     assert message.batch == b"short"
+
+
+def test_batch_that_gives_too_many_records_as_lost_is_passed_on() -> None:
+    subscriber, most = LaggingSubscriber(), (1 << 64) - 1
+    subscriber.next_batch(batch(1), 0)
+    subscriber.next_batch(batch(1), LAG_LIMIT + 1)
+    assert lost(subscriber.next_batch(batch(1, lost=most), 0)) == most

@@ -413,15 +413,19 @@ class CoordinatorState:
         try:
             if message.payload and len(message.locals) == 1:
                 (local,) = message.locals
-                submit(rank.rank, definitions[local], extra[0] if extra else (), now, message.payload)
+                defined = definitions[local]
+                # All members compute with it, and zeros of that size stand in for members that have joined.
+                if len(message.payload) != defined.info.nbytes:
+                    raise ValueError("a tensor of another size than its shape's")
+                submit(rank.rank, defined, extra[0] if extra else (), now, message.payload)
             elif extra:
                 for local, numbers in zip(message.locals, extra, strict=True):
                     submit(rank.rank, definitions[local], numbers, now)
             else:
                 for local in message.locals:
                     submit(rank.rank, definitions[local], (), now)
-        # KeyError: a local id that the rank never defined. ValueError: more or fewer numbers than ids, or a
-        # receive in place of another rank.
+        # KeyError: a local id that the rank never defined. ValueError: more or fewer numbers than ids, a tensor of
+        # another size, or a receive in place of another rank.
         except (KeyError, ValueError) as error:
             # `handle_all()` skips the log for announcements, but the loss of the rank needs this event as its cause.
             self.log.handling(Received(rank.peer, message), rank)

@@ -208,6 +208,19 @@ def test_announcements_of_an_ended_generation_are_dropped_but_their_definitions_
     assert count(sim.ranks[0], m.Execute) == 1
 
 
+@pytest.mark.parametrize("shape", [(-1,), (1 << 60,), (5,)])
+def test_tensor_of_another_size_than_its_shape_ends_its_rank_alone(shape: tuple[int, ...]) -> None:
+    sim = simulate(2)
+    peer = sim.ranks[0].peer
+    sim.ranks[1].submit(signature("join", OpKind.JOIN, shape=()))
+    sim.drain()
+    definition = m.Definition(7, signature("x", shape=shape), "line")
+    sim.handle(Received(peer, m.Announce(0, 1, (7,), (definition,), (), bytes(16))))
+    assert [*sim.ranks] == [1]
+    sim.drain()
+    assert "a tensor of another size" in last(sim.ranks[1], m.Abort).text
+
+
 def test_an_announcement_without_a_definition_ends_the_connection() -> None:
     sim = simulate(2)
     victim = sim.ranks[0]

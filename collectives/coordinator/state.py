@@ -675,6 +675,10 @@ RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
 
 
 def _on_resume(state: CoordinatorState, rank: RankPeer, message: m.Resume, now: float) -> None:
+    # This coordinator counts on from the highest number. One near the end of 64 bits could not be sent any more, and all would wait.
+    if max((message.last_set, *(known.generation for known in message.sets))) >= GENERATIONS**3:
+        state.violation(rank, "generations of process sets that no coordinator has given", now)
+        return
     state.log.add_event()
     state.apply(state.successor.add_resumed(rank, message))
 

@@ -131,6 +131,18 @@ def test_generations_go_on_above_all_that_were() -> None:
     assert successor.last(10, m.Configure).generation > 5 * GENERATIONS
 
 
+@pytest.mark.parametrize("fields", [{"last_set": (1 << 64) - 1}, {}])
+def test_rank_with_impossible_generations_ends_alone(fields: dict[str, int]) -> None:
+    successor = Successor(size=2)
+    known = WORLD if fields else world(0, 1, 2, generation=(1 << 64) - 1)
+    successor.comes(0, known, alive=(0, 1), **fields)
+    successor.comes(1, alive=(0, 1))
+    successor.wait()
+    configure = successor.last(11, m.Configure)
+    assert [member.rank for member in configure.members] == [1]
+    assert configure.generation < 1 << 62
+
+
 def test_who_does_not_come_in_time_is_dead() -> None:
     successor = Successor()
     successor.comes(0)

@@ -662,7 +662,14 @@ def _on_execute(state: RankState, message: m.Execute) -> list[Effect]:
         entries = []
         for id in batch.locals:
             # The oldest of an id: the coordinator has the announcements of this rank in the order in which they were queued here.
-            entry = by_id[id].queue.popleft() if id >= 0 else group.take_part(batch.zeros[-1 - id])
+            try:
+                entry = by_id[id].queue.popleft() if id >= 0 else group.take_part(batch.zeros[-1 - id])
+            except (MemoryError, ValueError) as error:  # numpy's, for a shape that is larger than any memory
+                # The request's size is another rank's choice, and must not end this one. No later order of the generation is executed:
+                # on the plane it would meet the operation that lacks this rank.
+                text = f"rank {state.rank} has joined, and can't make the zeros for a collective of the others: {error}"
+                state.withdraw(group.id, CauseKind.WITHDRAWN, text)
+                return effects
             entry.phase = EXECUTING
             # The coordinator has a report of an announced entry by now, and needs one of an entry that executes.
             if entry.waited:

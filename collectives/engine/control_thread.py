@@ -13,7 +13,6 @@ import heapq
 import itertools
 import os
 import select
-import sys
 import threading
 import time
 from collections import deque
@@ -55,6 +54,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import FRAME_LIMIT, decode_to_peer
 from hvdlab.collectives.protocol.endpoint import LOST, ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers
+from hvdlab.collectives.text import LOG
 
 Call = Callable[[], object]
 
@@ -758,10 +758,16 @@ class Callbacks:
 def _call(callback: Callable[..., None], *args: object) -> None:
     try:
         callback(*args)
-    except Exception:  # noqa: BLE001  (reported; a bug in a callback must not end the rank's control thread)
-        kind, value, trace = sys.exc_info()
-        assert kind is not None
-        threading.excepthook(threading.ExceptHookArgs((kind, value, trace, threading.current_thread())))
+    except BaseException as error:  # reported; a bug in a callback must not end the rank's control thread
+        exits = not isinstance(error, Exception)
+        # On a user's thread, as by on_leave(): the interrupt is the user's.
+        if exits and threading.current_thread() is threading.main_thread():
+            raise
+        if exits:  # such as sys.exit(), which the hook below passes over
+            LOG.error("a callback raised %s on a thread of hvdlab's, which goes on", type(error).__name__)
+        threading.excepthook(
+            threading.ExceptHookArgs((type(error), error, error.__traceback__, threading.current_thread()))
+        )
 
 
 class SharedMemoryRetry:

@@ -186,6 +186,20 @@ def failing(kind: str) -> tuple[list[str], str, list[int], float]:
     return [record.getMessage() for record in logged], told[0] if told else "", counts, again
 
 
+def exit_in_callbacks() -> float:
+    """Callbacks of the control thread call sys.exit(); it handles the messages behind them."""
+
+    def leave(sender: int, body: bytes) -> None:
+        raise SystemExit(3)
+
+    engine, there = context.engine(), threading.Event()
+    engine.on_mail("exit", leave)
+    engine.on_mail("exit", lambda sender, body: there.set())
+    engine.post("exit", b"", [engine.rank])
+    assert there.wait(PATIENCE)
+    return float(hvd.allreduce(np.ones(4, np.float32), "after exit", op=hvd.Sum)[0])
+
+
 def chained(length: int) -> tuple[float, int]:
     """Each hook submits the next collective."""
     ended = threading.Event()
@@ -337,3 +351,7 @@ def test_closing_calls_what_is_left(two: Ranks) -> None:
     ((kind, counts),) = two.run(what_came_by_closing, ranks=[0])
     assert kind in ("rank_left", "shutdown")
     assert counts == [1]
+
+
+def test_callback_that_exits_does_not_end_the_control_thread(two: Ranks) -> None:
+    assert two.run(exit_in_callbacks) == [2.0, 2.0]

@@ -456,14 +456,16 @@ class Executor:
         queue.wakeup.put(True)  # its own thread can be idle, while a user's is stuck
         self.wake()
 
-    def _join_abandoned(self) -> None:
-        """Join the threads of abandoned queues that are not stuck any more."""
+    def _join_abandoned(self, timeout: float = 0.0) -> None:
+        """Join the threads of abandoned queues that are not stuck any more, each within ``timeout`` seconds."""
         back = [queue for queue in self._abandoned if not queue.stuck]
         for queue in back:
             assert queue.thread is not None
-            # Ends at once: abandon() has woken the thread, which returns since its queue is abandoned.
-            queue.thread.join()
-            self._abandoned.remove(queue)
+            # It is about to end: abandon() has woken it, and it returns since its queue is abandoned. But perhaps it runs a hook
+            # of the user's first, for which the control thread must not wait: the next call joins it.
+            queue.thread.join(timeout)
+            if not queue.thread.is_alive():
+                self._abandoned.remove(queue)
 
     @property
     def threads(self) -> list[threading.Thread]:
@@ -485,7 +487,7 @@ class Executor:
         self.queue.wakeup.put(False)
         if self.queue.thread is not None:
             self.queue.thread.join(timeout)
-        self._join_abandoned()
+        self._join_abandoned(timeout)
 
     def _new_queue(self) -> WorkQueue:
         self._queues += 1

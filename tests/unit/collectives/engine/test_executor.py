@@ -51,11 +51,12 @@ def executor() -> Iterator[Executor]:
     assert not any(thread.is_alive() for thread in made.threads)
 
 
-def add_failing_plane(executor: Executor, ended: threading.Event) -> None:
+def add_failing_plane(executor: Executor, ended: threading.Event) -> PlaneSlot:
     context = PlaneContext(0, 1, 0, 1, (0,), ("here",), None, -1, "", {})
     slot = PlaneSlot("failing", HOST, context, ended.set)
     slot.plane = FailingPlane(context)
     executor.prepare(slot)
+    return slot
 
 
 def test_abort_of_a_failing_plane_ends_the_waits_of_its_generation(executor: Executor) -> None:
@@ -85,3 +86,32 @@ def test_jobs_behind_one_that_fails_are_run(executor: Executor) -> None:
     executor.enqueue(done.set)
     executor.wake()
     assert done.wait(PATIENCE)
+
+
+def test_abandoned_thread_in_users_code_delays_no_generation(executor: Executor) -> None:
+    begun, go_on, prepared = threading.Event(), threading.Event(), threading.Event()
+    slot = add_failing_plane(executor, threading.Event())
+
+    def run_users_code() -> None:
+        begun.set()
+        go_on.wait()
+
+    queue = executor.queue
+    executor.enqueue(run_users_code)
+    executor.wake()
+    assert begun.wait(PATIENCE)
+    queue.running = slot  # as in an operation that obeys no abort
+    executor.abandon(queue, slot)
+    queue.running = None
+
+    def prepare() -> None:
+        executor.prepare(slot)
+        prepared.set()
+
+    control = threading.Thread(target=prepare)
+    control.start()
+    try:
+        assert prepared.wait(PATIENCE)
+    finally:
+        go_on.set()
+        control.join()

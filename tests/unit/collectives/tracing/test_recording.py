@@ -66,10 +66,10 @@ def world(size: int, generation: int = 1) -> Members:
 def test_held_batch_that_is_bad_takes_no_other_along() -> None:
     recording = Recording()
     recording.feed(0, encode(0, [ClockSample(START, 0, 40)], clock=1))
-    impossible = [world(m.MOST_RANKS + 1), span("bad", 1, START, START, START)]
-    for rank, events in (1, impossible), (2, [span("held", 1, START, START, START)]):
-        recording.feed(rank, encode(rank, events, clock=2))
-    released = [ClockSample(START, -5000, 30), span("last", 2, START, START, START)]
+    impossible: list[Event] = [world(m.MOST_RANKS + 1), span("bad", 1, START, START, START)]
+    recording.feed(1, encode(1, impossible, clock=2))
+    recording.feed(2, encode(2, [span("held", 1, START, START, START)], clock=2))
+    released: list[Event] = [ClockSample(START, -5000, 30), span("last", 2, START, START, START)]
     recording.feed(2, encode(2, released, clock=2))
     assert recording.table()["name"].tolist() == ["held", "last"]
     assert recording.refused == 1

@@ -64,10 +64,16 @@ class WatchOptions:
                 raise InvalidRequestError(
                     f"{VARIABLE}={os.environ[VARIABLE]!r}: give agreed, watched, watched:gloo or watched:nccl."
                 )
-        on_gpus = torch.cuda.is_available() and dist.is_nccl_available()
+        has_nccl = dist.is_nccl_available()
+        on_gpus = torch.cuda.is_available() and has_nccl
         if not way and not inner:
-            # All ranks take part, also those without a GPU: others would wait in the store for them.
-            return "nccl" if have_a_gpu_each(store, rank, size, gpu_in_use() if on_gpus else "") else ""
+            # All ranks take part where torch was built with NCCL, also those without a GPU: others would wait in the store for them. Without NCCL,
+            # which all ranks' torch has or lacks, nothing is left in the user's store.
+            return (
+                "nccl"
+                if has_nccl and have_a_gpu_each(store, rank, size, gpu_in_use() if on_gpus else "")
+                else ""
+            )
         if way == "agreed":
             return ""
         return inner or ("nccl" if on_gpus else "gloo")

@@ -256,6 +256,7 @@ class Connection:
         tracked: Whether it is a rank of a pool.
         deadline: Time (``time.monotonic()``) by which it has to leave its present phase, unless that is ``OPEN``.
         heard: Time at which the last bytes came.
+        asked: Time of the first ping since then, or ``None``.
         writing: Whether the selector watches for writability.
         broken: Whether sending has failed; the end of the connection comes up when reading.
         sock, endpoint: The socket, and the end of the connection that reads and writes frames on it.
@@ -267,7 +268,7 @@ class Connection:
     """
 
     __slots__ = (
-        "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
+        "asked", "broken", "client", "deadline", "endpoint", "heard", "members_sent", "name", "observer", "peer", "phase", "pid", "sock",
         "subscriber", "tls", "tracked", "writing",
     )  # fmt: skip
 
@@ -280,6 +281,7 @@ class Connection:
         self.client = self.observer = self.tracked = False
         self.deadline = deadline
         self.heard = 0.0
+        self.asked: float | None = None
         self.writing = False
         self.broken = False
         self.subscriber: LaggingSubscriber | None = None

@@ -67,6 +67,8 @@ class Liveness:
         self._log = log
         #: Number of the last ping; each round of pings has its own.
         self._ping = 0
+        #: Time for which the last check has scheduled the next one.
+        self._next = NEVER
 
     def read(self, connection: Connection, events: list[Event], now: float) -> None:
         """Append the messages that a peer has sent as events; close its connection if that has ended or breaks the protocol."""
@@ -82,6 +84,7 @@ class Liveness:
                 events.append(Received(peer, message))
             # Also if no message is complete yet: a large one that comes slowly is a sign of life.
             connection.heard = now
+            connection.asked = None
         except ConnectionLost as error:
             detail = f" ({error})" if connection.tls else ""
             self._connections.peer_lost(connection, f"its connection ended without a goodbye{detail}", events)
@@ -100,11 +103,9 @@ class Liveness:
         if rank is None or connection is None or rank.pid != lost.pid:
             return
         # How the connection ended matters no more: the launcher knows better how the process did.
-        unread = select.poll()
-        unread.register(connection.endpoint.fileno(), select.POLLIN)
         with contextlib.suppress(ConnectionLost, ProtocolError):
             # A read can end within a large message: then it returns none, and its rest and the goodbye are still to be read.
-            while (payloads := connection.endpoint.receive()) or unread.poll(0):
+            while (payloads := connection.endpoint.receive()) or _is_readable(connection):
                 events += [Received(rank.peer, connection.decode(payload)) for payload in payloads]
 
     def check(self, now: float, events: list[Event]) -> None:
@@ -112,14 +113,21 @@ class Liveness:
         upcoming = NEVER
         options = self._options
         silent: list[Connection] = []
+        # This process did not run (SIGSTOP, a suspended job): peers may have been stopped with it, so no ping counts as unanswered.
+        resumed = now - self._next > options.ping_after
         # A copy: the end of a connection removes it.
         for connection in list(self._connections.open.values()):
             silence = now - connection.heard
+            if resumed:
+                connection.asked = None
             if silence < options.ping_after:
                 upcoming = min(upcoming, connection.heard + options.ping_after)
-            elif silence >= options.dead_after and not (
-                self._job.is_paused(connection.peer) or may_be_busy(connection)
-            ):
+            elif self._has_not_answered(connection, now):
+                # This process can have been stopped between its wait and this check: then the answer is there, unread.
+                if _is_readable(connection):
+                    self.read(connection, events, now)
+                    upcoming = min(upcoming, now + options.ping_after)
+                    continue
                 self._log.warning("%s has been silent for %.0f s", connection.name, silence)
                 self._connections.peer_lost(connection, f"no sign of life for {silence:.0f} s", events)
             else:
@@ -128,12 +136,32 @@ class Liveness:
                 upcoming = min(upcoming, now + options.ping_after)
         # Each check inspects all connections. If thousands of peers were last heard at an instant each, each would otherwise have a
         # check of its own.
-        self._connections.schedule_check(max(upcoming, now + options.ping_after / _CHECKS))
+        self._next = max(upcoming, now + options.ping_after / _CHECKS)
+        self._connections.schedule_check(self._next)
         if silent:
             self._ping += 1
             frame = encode(Ping(self._ping))
             for connection in silent:
+                if connection.asked is None:
+                    connection.asked = now
                 self._connections.write(connection, frame)
+
+    def _has_not_answered(self, connection: Connection, now: float) -> bool:
+        """Return whether a peer that can't be busy or paused has been silent for too long, and has left a ping unanswered."""
+        options = self._options
+        # Silence alone proves nothing after a time in which this process did not run, and so sent no ping.
+        if now - connection.heard < options.dead_after or connection.asked is None:
+            return False
+        if now - connection.asked < options.dead_after - options.ping_after:
+            return False
+        return not (self._job.is_paused(connection.peer) or may_be_busy(connection))
+
+
+def _is_readable(connection: Connection) -> bool:
+    """Return whether bytes of the peer, or its end, wait to be read."""
+    unread = select.poll()
+    unread.register(connection.endpoint.fileno(), select.POLLIN)
+    return bool(unread.poll(0))
 
 
 def may_be_busy(connection: Connection) -> bool:

@@ -227,7 +227,7 @@ class TimedWatches(TimedJob):
         for me in self.ranks:
             heard = begin + PING_AFTER * (me.rank + 1) / len(self.ranks)
             connection = SimpleNamespace(
-                peer=me.rank, name=f"rank {me.rank}", heard=heard, pid=0, tracked=False
+                peer=me.rank, name=f"rank {me.rank}", heard=heard, asked=None, pid=0, tracked=False
             )
             self._connections.open[me.rank] = cast(Connection, connection)
         self._connections.next_check = begin + PING_AFTER

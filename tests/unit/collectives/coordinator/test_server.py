@@ -16,11 +16,13 @@ from typing import TypeVar
 import pytest
 
 from hvdlab.collectives.coordinator import event_history, liveness
-from hvdlab.collectives.coordinator.connections import Connection
+from hvdlab.collectives.coordinator.connections import OPEN, Connection, Connections
+from hvdlab.collectives.coordinator.events import Event, PeerLost, Received
 from hvdlab.collectives.coordinator.process import CoordinatorOptions, ServerOptions
 from hvdlab.collectives.coordinator.server import CoordinatorServer, UnsoundStateError
-from hvdlab.collectives.coordinator.state import RANK_HANDLERS
+from hvdlab.collectives.coordinator.state import RANK_HANDLERS, CoordinatorState
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.event_loop import READ
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import HELLO_LIMIT, decode_to_peer, encode
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint, new_certificate, server_context
@@ -378,6 +380,55 @@ def test_a_busy_process_of_this_host_is_not_taken_for_dead(start: Start) -> None
     silent.endpoint.send(m.Ping(3))
     assert silent.wait_for(m.Pong).number == 3
     silent.endpoint.close()
+
+
+Watched = tuple[liveness.Liveness, Connection, Endpoint]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """Return a watch over one peer of another host that was heard at 0 s, and the end of that peer."""
+    ours, theirs = socket.socketpair()
+    options, log = ServerOptions(TOKEN, ping_after=10.0, dead_after=30.0), logging.getLogger("watched")
+    connections = Connections(options, log)
+    connection = Connection(ours, 1, 0.0)
+    connection.phase, connection.pid = OPEN, 0  # as if it came over the network
+    connections.open[1] = connection
+    connections.loop.register(connection, READ, connection)
+    peer = Endpoint(theirs)
+    yield liveness.Liveness(connections, CoordinatorState(options.state), options, log), connection, peer
+    peer.close()
+    connections.close()
+
+
+def test_coordinator_that_was_stopped_asks_silent_peers_first(watched: Watched) -> None:
+    watch, _, peer = watched
+    events: list[Event] = []
+    for now in (0.0, 100.0, 110.0):  # it did not run between the first two
+        watch.check(now, events)
+    assert not events
+    assert [type(decode_to_peer(payload)) for payload in peer.receive()] == [m.Ping, m.Ping]
+    watch.check(121.0, events)
+    assert [type(event) for event in events] == [PeerLost]
+
+
+def test_ping_before_a_stop_of_the_coordinator_does_not_count(watched: Watched) -> None:
+    watch, _, _ = watched
+    events: list[Event] = []
+    for now in (0.0, 10.0, 100.0, 110.0):
+        watch.check(now, events)
+    assert not events
+
+
+def test_answer_that_is_unread_at_the_check_saves_its_peer(watched: Watched) -> None:
+    watch, connection, peer = watched
+    events: list[Event] = []
+    for now in (0.0, 10.0, 20.0):
+        watch.check(now, events)
+    peer.send(m.Pong(1))
+    watch.check(30.0, events)
+    assert events == [Received(1, m.Pong(1))]
+    assert connection.heard == 30.0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ it gets SIGTERM.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -32,6 +34,7 @@ from hvdlab.collectives.text import operator_log
 def main() -> int:
     """Run the coordinator. Return the exit status."""
     launch = msgspec.json.decode(_read_line(0), type=CoordinatorLaunch)
+    _raise_descriptor_limit()
     wakeup = _catch_sigterm()
     directory = Path(launch.directory)
     server: CoordinatorServer | None = None
@@ -114,6 +117,15 @@ def _catch_sigterm() -> int:
     # An interrupt is for the ranks: the coordinator has to outlive it, so that they can recover.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return reader
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow this process as many descriptors as the system lets it have: each rank takes one, and the usual limit is 1024."""
+    # The low limit protects programs that use select(); this process waits by epoll and poll, which take any descriptor.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Refused where the system's own bound (fs.nr_open) has been lowered since: the low limit serves small jobs.
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _leave_stderr() -> None:

@@ -197,6 +197,13 @@ class Connections:
         except ConnectionLost:
             connection.broken = True  # earlier bytes of the peer are read first; then its end of file comes
             return
+        except OSError as error:
+            # No descriptor is left for the copy in the backlog (EMFILE). Without this frame the next ones mean nothing to the peer,
+            # so it is lost; raised, the error would end the coordinator for all.
+            if connection.phase == OPEN:
+                self._log.warning("%s is dropped: %s", connection.name, error)
+                self.peer_lost(connection, f"it could not be sent a descriptor ({error})", self.lost)
+            return
         if not connection.writing:
             connection.writing = True
             self.loop.modify(connection, READ | WRITE)

@@ -149,7 +149,11 @@ class CoordinatorServer:
         if not linger:
             self.stop()
         self.alone = True
-        self.on_alone()
+        try:
+            self.on_alone()
+        # No descriptor is left, as a rule. The ranks need this service more than what is called here.
+        except OSError as error:
+            self._log.warning("the end of the starter is not quite followed: %s", error)
         # A pipe at its end stays readable: watched further, it would keep the loop awake while the coordinator lingers.
         self._loop.unregister(descriptor)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import stat
@@ -61,6 +62,17 @@ def test_it_serves_until_it_is_closed(tmp_path: Path) -> None:
     coordinator.close()
     assert not coordinator.running
     assert list(tmp_path.iterdir()) == []
+
+
+def test_coordinator_has_all_descriptors_that_it_may_have() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
+    try:
+        coordinator = CoordinatorProcess.start(size=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert resource.prlimit(coordinator.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    coordinator.close()
 
 
 def test_a_death_is_in_the_log_file_and_not_on_stderr(

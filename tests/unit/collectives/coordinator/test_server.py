@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -33,6 +34,7 @@ from support.logged_lines import LoggedLines
 from support.patience import PATIENCE
 
 TOKEN, CLIENT_TOKEN = "secret", "another"
+HIGHEST_DESCRIPTOR = 2**31 - 1
 M = TypeVar("M", bound=m.Message)
 
 
@@ -429,6 +431,33 @@ def test_answer_that_is_unread_at_the_check_saves_its_peer(watched: Watched) -> 
     watch.check(30.0, events)
     assert events == [Received(1, m.Pong(1))]
     assert connection.heard == 30.0
+
+
+def test_peer_without_a_descriptor_left_is_lost_alone(watched: Watched) -> None:
+    watch, connection, _ = watched
+    connections = watch._connections
+    connections.write(connection, bytes(4_000_000))  # more than the socket takes: the next frame has to wait
+    connections.write(connection, b"frame", HIGHEST_DESCRIPTOR)  # dup() fails, as it does with none left
+    assert [type(event) for event in connections.lost] == [PeerLost]
+    assert not connections.open
+
+
+def test_server_survives_a_callback_without_descriptors(start: Start) -> None:
+    def fail() -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    running = start()
+    running.server.on_alone = fail
+    peers = [join(running, rank) for rank in (0, 1)]
+    reader, writer = os.pipe()
+    running.server.stop_at_end_of(reader, linger=True)
+    os.close(writer)
+    running.logged.wait_for("Too many open files")
+    for peer in peers:
+        peer.endpoint.send(m.Ping(1))
+        assert peer.wait_for(m.Pong).number == 1
+        peer.endpoint.close()
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

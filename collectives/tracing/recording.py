@@ -65,6 +65,8 @@ LATEST_NS = 1 << 61
 SERIES = "what follows from the spans (shares, lateness, bandwidth)"
 ANNOTATIONS_KEPT = 2000
 """Newest annotations that are kept."""
+_SAME_ABORT_NS = 1_000_000_000
+"""Aborts of two process sets for the same reason share a mark within this time: the coordinator sends them together."""
 NAMES_KEPT = 65_536
 """Names with their sites; all further ones share :data:`OTHER_NAMES`."""
 OTHER_NAMES = "(another name)"
@@ -190,6 +192,8 @@ class Annotations:
         self._paused: dict[int, tuple[str, int]] = {}  # rank to why, and the number of the mark
         self._waiting: dict[int, int] = {}  # rank to the number of the mark
         self._formed: tuple[int, ...] = ()  # the ranks of the last generation
+        #: The newest generation of each process set whose abort has a mark, and when that mark begins.
+        self._aborted: dict[int, tuple[int, int]] = {}
         #: The last membership, with which the next one is compared; ``None`` before the first.
         self._membership: Membership | None = None
 
@@ -230,9 +234,22 @@ class Annotations:
             number = self._open.pop((rank, event.cell), None)
             if number is not None:
                 self._end(number, at, ok=event.ok)
-        elif not any(m.kind == "abort" and m.text == event.text for m in self.all()[-64:]):
-            # All members record the same abort; the first one's time is shown.
+        elif self._is_new_abort(event, at):
             self._put(Annotation("abort", rank, at, at, event.text, False))
+
+    def _is_new_abort(self, event: AbortEvent, at: int) -> bool:
+        """Return whether this abort has no mark yet, and remember its generation as marked."""
+        generation, own = self._aborted.get(event.process_set, (-1, -1))
+        alike = [
+            mark.begin_ns for mark in self.all()[-64:] if mark.kind == "abort" and mark.text == event.text
+        ]
+        # All members record the same abort; the first one's time is shown.
+        if alike and event.generation <= generation:
+            return False
+        # One interrupt or death aborts several process sets at once. The text alone says nothing: each interrupt has the same one.
+        near = [begin for begin in alike if begin != own and abs(at - begin) < _SAME_ABORT_NS]
+        self._aborted[event.process_set] = max(event.generation, generation), near[-1] if near else at
+        return not near
 
     def membership(self, now: Membership, at_ns: int | None) -> None:
         """Add the changes from the last membership to this one.

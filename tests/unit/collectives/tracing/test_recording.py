@@ -299,6 +299,17 @@ def test_cells_aborts_and_ranks_that_die() -> None:
     assert recording.running(1) == ""
 
 
+def test_each_interrupt_has_one_mark_for_all_ranks_and_sets() -> None:
+    recording = Recording()
+    for generation, at in ((1, START), (2, START + MS), (3, START + 5000 * MS)):
+        for rank in (0, 1):
+            aborts: list[Event] = [AbortEvent(number, generation, at + rank, "why") for number in (0, 3)]
+            recording.feed(rank, encode(rank, aborts, clock=1))
+    late: list[Event] = [AbortEvent(0, 1, START + 9000 * MS, "why")]
+    recording.feed(1, encode(1, late, clock=1))
+    assert [mark.begin_ns for mark in recording.annotations()] == [START, START + MS, START + 5000 * MS]
+
+
 def test_ranks_that_come_are_told_with_host_and_waiting_and_new_generations() -> None:
     recording = Recording()
     recording.feed(0, encode(0, [CellBeginEvent("ab12", START)], clock=clock_domain()))

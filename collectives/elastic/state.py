@@ -7,6 +7,7 @@ Ranks agree on two things here: whose state training resumes from (:func:`elect`
 from __future__ import annotations
 
 import copy
+import math
 import queue
 import threading
 import time
@@ -415,6 +416,8 @@ class NotificationManager:
         #: The ranks that wait, and those that leave, as listeners were notified last.
         self._notified_waiting: tuple[int, ...] = ()
         self._notified_leaving: tuple[int, ...] = ()
+        #: Time of the newest news, in seconds since 1970.
+        self._newest = 0.0
 
     def __reduce__(self) -> str:
         """Pickle the name alone: an elastic function that is sent to another rank uses the manager there."""
@@ -449,9 +452,9 @@ class NotificationManager:
         """
         engine = self._engine
         if engine is not None and set(engine.elastic.waiting) - {engine.rank}:
-            listener.on_hosts_updated(time.time(), HostUpdateResult.added)
+            listener.on_hosts_updated(self._time_for(listener), HostUpdateResult.added)
         if engine is not None and engine.elastic.leaving:
-            listener.on_hosts_updated(time.time(), HostUpdateResult.removed)
+            listener.on_hosts_updated(self._time_for(listener), HostUpdateResult.removed)
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Notify all listeners of a change. Any thread."""
@@ -465,9 +468,28 @@ class NotificationManager:
         come, gone = set(waiting) - set(self._notified_waiting), set(leaving) - set(self._notified_leaving)
         self._notified_waiting, self._notified_leaving = waiting, leaving
         if come:
-            self.handle_hosts_updated(time.time(), HostUpdateResult.added)
+            self._notify(HostUpdateResult.added)
         if gone:
-            self.handle_hosts_updated(time.time(), HostUpdateResult.removed)
+            self._notify(HostUpdateResult.removed)
+
+    def _notify(self, change: HostUpdateResult) -> None:
+        """Notify all listeners of a change that has come now."""
+        with self._lock:
+            listeners = list(self._listeners)
+        # Without the lock, as in handle_hosts_updated().
+        for listener in listeners:
+            listener.on_hosts_updated(self._time_for(listener), change)
+
+    def _time_for(self, listener: Listener) -> float:
+        """Return the time now, in seconds since 1970, or just above the last one on which the listener has agreed.
+
+        A state drops news that is not newer. The agreed time can come from a rank whose clock is ahead, and this clock can be set back.
+        """
+        agreed = listener._last_updated_timestamp if isinstance(listener, State) else 0.0
+        with self._lock:
+            # Above the news before it, too: of two changes with one time, a state would drop the second.
+            self._newest = max(time.time(), math.nextafter(max(agreed, self._newest), math.inf))
+            return self._newest
 
 
 notification_manager = NotificationManager()

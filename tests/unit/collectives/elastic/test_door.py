@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
-from hvdlab.collectives.elastic.state import NotificationManager
+from hvdlab.collectives.elastic.state import HostsUpdatedInterrupt, NotificationManager, State
 from hvdlab.collectives.engine.world_view import WorldView
 from hvdlab.collectives.errors import ReleasedError, StartError
 from hvdlab.collectives.protocol import messages as m
@@ -79,3 +80,20 @@ def test_who_was_let_in_is_not_told_that_it_waits_itself() -> None:
     elastic.waiting = (0, 1)
     manager.remind(listener)
     listener.on_hosts_updated.assert_called_once()
+
+
+def test_news_of_a_clock_that_is_behind_reaches_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 50.0)
+    manager, state = NotificationManager(), State(lambda news: news, lambda: 0)
+    state._last_updated_timestamp = 100.0  # by a rank whose clock was ahead
+    manager.register_listener(state)
+    for waiting, leaving in (((1,), (0,)), ((1, 2), (0,))):
+        manager._on_world(waiting, leaving)
+        with pytest.raises(HostsUpdatedInterrupt) as raised:
+            state.check_host_updates()
+        assert not raised.value.skip_sync
+    manager._engine = SimpleNamespace(rank=0, elastic=SimpleNamespace(waiting=(1, 2), leaving=()))  # type: ignore[assignment]
+    manager.remind(state)
+    with pytest.raises(HostsUpdatedInterrupt):
+        state.check_host_updates()
+    state.check_host_updates()

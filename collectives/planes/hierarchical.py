@@ -758,8 +758,10 @@ class OuterThread:
     def submit(self, operation: Callable[[], None]) -> Future[None]:
         """Queue an operation behind those before it. The future gets its end, or the error that it raised."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hvdlab-outer", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="hvdlab-outer", daemon=True)
+            thread.start()
+            # After the start, which fails at the limit on threads: close() can't join a thread that never began.
+            self._thread = thread
         future: Future[None] = Future()
         self._operations.put((operation, future))
         return future

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvdlab.collectives.planes.base import PhaseTimes, PlaneAborted, PlaneContext
-from hvdlab.collectives.planes.hierarchical import HierarchicalPlane
+from hvdlab.collectives.planes.hierarchical import HierarchicalPlane, OuterThread
 from hvdlab.collectives.types import SUM, DType
 from support.patience import PATIENCE
 
@@ -149,3 +149,18 @@ def test_members_cut_alike_whatever_they_carry() -> None:
         plane.close()
     assert cuts[0] == cuts[1] == cuts[2]
     assert len(cuts[0]) == 13
+
+
+def test_outer_thread_that_can_not_start_can_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    outer, operation_ran = OuterThread(), threading.Event()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            outer.submit(operation_ran.set)
+    outer.close()
+    outer.submit(operation_ran.set).result(PATIENCE)
+    assert operation_ran.is_set()
+    outer.close()

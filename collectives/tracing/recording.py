@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -64,7 +65,7 @@ LATEST_NS = 1 << 61
 """Times and offsets from here on are impossible."""
 SERIES = "what follows from the spans (shares, lateness, bandwidth)"
 ANNOTATIONS_KEPT = 2000
-"""Newest annotations that are kept."""
+"""Annotations that are kept: the newest, and before all others those of cells, pauses and waits that have not ended."""
 _SAME_ABORT_NS = 1_000_000_000
 """Aborts of two process sets for the same reason share a mark within this time: the coordinator sends them together."""
 NAMES_KEPT = 65_536
@@ -213,8 +214,16 @@ class Annotations:
         number, self._next = self._next, self._next + 1
         self.stamp += 1
         self._annotations[number] = (self.stamp, mark)
-        while len(self._annotations) > ANNOTATIONS_KEPT:
-            self._annotations.popitem(last=False)
+        if len(self._annotations) > ANNOTATIONS_KEPT:
+            # A mark that has not ended stays: without it `_end()` could not tell the views that a cell has ended.
+            lasting = {
+                *self._open.values(),
+                *self._waiting.values(),
+                *(mark for _, mark in self._paused.values()),
+            }
+            ended = (old for old in self._annotations if old not in lasting and old != number)
+            for old in list(islice(ended, len(self._annotations) - ANNOTATIONS_KEPT)):
+                del self._annotations[old]
         return number
 
     def event(

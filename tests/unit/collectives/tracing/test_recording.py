@@ -299,6 +299,21 @@ def test_cells_aborts_and_ranks_that_die() -> None:
     assert recording.running(1) == ""
 
 
+def test_mark_of_a_running_cell_outlasts_newer_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording_module, "ANNOTATIONS_KEPT", 4)
+    recording = fed((0, [CellBeginEvent("long", START)]))
+    for number in range(1, 8):
+        short: list[Event] = [
+            CellBeginEvent(f"{number}", START + number),
+            CellEndEvent(f"{number}", START + number, True),
+        ]
+        recording.feed(1, encode(1, short, clock=1))
+    recording.feed(0, encode(0, [CellEndEvent("long", START + 50, True)], clock=1))
+    marks = recording.annotations()
+    assert [mark.text for mark in marks] == ["long", "5", "6", "7"]
+    assert marks[0].end_ns == START + 50
+
+
 def test_each_interrupt_has_one_mark_for_all_ranks_and_sets() -> None:
     recording = Recording()
     for generation, at in ((1, START), (2, START + MS), (3, START + 5000 * MS)):

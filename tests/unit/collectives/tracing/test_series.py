@@ -114,6 +114,23 @@ def test_points_are_asked_for_in_parts() -> None:
     assert recording.points_since(3, 0)[0] == 3
 
 
+def test_request_for_no_points_reads_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording()
+    recording.feed(0, encode(0, [Metric("loss", float(k), k, START + k) for k in range(10)]))
+    reads: list[object] = []
+    view = columns._Kept.view
+
+    def counted(kept: columns._Kept) -> columns.Points:
+        reads.append(kept)
+        return view(kept)
+
+    monkeypatch.setattr(columns._Kept, "view", counted)
+    number, points = recording.points_since(3, 0)
+    assert (number, len(points), reads) == (3, 0, [])
+    assert len(recording.points_since(3, 4)[1]) == 4
+    assert reads
+
+
 @pytest.mark.parametrize(
     "event",
     [

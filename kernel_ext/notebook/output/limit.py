@@ -76,11 +76,13 @@ class LimitedSink(OutputSink):
         self._transcript = transcript
 
     def output(self, rank: int, chunks: tuple[Chunk, ...]) -> None:
-        account = self._ranks[rank]
-        passed = tuple(part for chunk in chunks if (part := self._pass(rank, account, chunk)) is not None)
+        # Looked up for each chunk: one that clears the output of a single rank replaces its account.
+        passed = tuple(
+            part for chunk in chunks if (part := self._pass(rank, self._ranks[rank], chunk)) is not None
+        )
         if passed:
             self._inner.output(rank, passed)
-        if account.cut and not self._explained:
+        if self._ranks[rank].cut and not self._explained:
             self._explained = True
             self._inner.note(self._explanation(rank))
 

@@ -189,6 +189,16 @@ def test_clearing_gives_a_single_rank_its_share_again(shown: Shown) -> None:
     assert shown.text().endswith("again\n")
 
 
+def test_text_behind_a_clear_in_one_batch_is_shown(shown: Shown) -> None:
+    sink = limited(shown)
+    for _ in range(10):
+        write(sink, BLOCK)
+    sink.output(0, (Clear(True), Stream("stdout", "again\n")))
+    assert shown.text().endswith("again\n")
+    sink.done(0, None)
+    assert shown.text().count("again\n") == 1
+
+
 def test_the_user_chooses_how_much() -> None:
     assert shown_limit({}) == 4 << 20
     assert shown_limit({"HVDLAB_OUTPUT_SHOWN": "0"}) == 0

@@ -86,7 +86,7 @@ class RecordingFeed:
         self._ranks = RankNews(recording)
         self._series = SeriesNews(recording)
         self._membership = membership
-        #: Held while the thread decides to end, and while a page finds out whether it has ended.
+        #: Held while the thread decides to end, while a page finds out whether it has ended, and for its numbers in `_since`.
         self._starting = threading.Lock()
         #: Whether the thread still serves pages. A thread that has decided to end is alive for a moment longer.
         self._serving = False
@@ -107,9 +107,12 @@ class RecordingFeed:
             points: Number of the first point that it has not.
         """
         self._with_rows = rows
-        # Before `_since`, by which the feed's thread notices this page, to read this flag then.
-        self._reopened = self._heard
-        self._since, self._heard = (since, points), True
+        with self._starting:
+            # Before `_since`, by which the feed's thread notices this page, to read this flag then.
+            self._reopened = self._heard
+            # Another page may have said hello just before: from the lower numbers on, both get all that they lack.
+            row, point = (since, points) if self._since is None else self._since
+            self._since, self._heard = (min(row, since), min(point, points)), True
         self._recording.wake_waiters()
         with self._starting:
             if not self._serving and not self._closing.is_set():
@@ -153,7 +156,8 @@ class RecordingFeed:
             if self._closing.is_set():
                 return
             if self._since is not None:
-                since, self._since = self._since, None
+                with self._starting:  # a hello between the two stores would be lost
+                    since, self._since = self._since, None
                 self._again_from(*since)
                 if self._reopened:
                     # This page has an old picture: updates of it went to the page before.

@@ -48,3 +48,18 @@ def asleep(thread_id: int, lock: int | None = None) -> None:
             if not where.strip("0") and file.read().rpartition(")")[2].split()[0] == "S":
                 return
         os.sched_yield()
+
+
+class ReportingLock:
+    """Lock that reports a thread which has to wait for it."""
+
+    def __init__(self, report: Callable[[], None]) -> None:
+        self._lock, self._report = threading.Lock(), report
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._report()
+            self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()

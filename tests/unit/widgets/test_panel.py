@@ -19,6 +19,7 @@ from hvdlab.widgets.recording_feed import RecordingFeed
 from support.effort import examples
 from support.fuzz.protocol import run
 from support.patience import HOUR, PATIENCE
+from support.threads import ReportingLock
 from support.timeline_traces import steps
 
 
@@ -199,21 +200,6 @@ def test_pages_that_say_hello_at_once_share_one_feed(
     page.wait(lambda: page.rows() >= recording.end)
     assert [message for message in page.messages if message["type"] == "nothing"] == []
     assert len(made) == 1
-
-
-class ReportingLock:
-    """Lock that reports a thread which has to wait for it."""
-
-    def __init__(self, report: Callable[[], None]) -> None:
-        self._lock, self._report = threading.Lock(), report
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._report()
-            self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
 
 def test_page_that_renews_while_its_lease_ends_is_served_on(

@@ -95,7 +95,12 @@ class RecordingFeed:
     def _start(self) -> threading.Thread:
         thread = threading.Thread(target=self._run, name="hvdlab-timeline", daemon=True)
         self._serving = True
-        thread.start()
+        try:
+            thread.start()
+        except Exception:
+            # There may be no room for a thread; the next hello then tries again.
+            self._serving = False
+            raise
         return thread
 
     def view_ready(self, since: int, *, rows: bool = True, points: int = 0) -> None:
@@ -136,7 +141,13 @@ class RecordingFeed:
 
     def _run(self) -> None:
         while True:
-            self._feed_pages()
+            try:
+                self._feed_pages()
+            except BaseException:
+                # The next hello starts another thread. Not in a `finally`: after the end below, the flag is another thread's.
+                with self._starting:
+                    self._serving = False
+                raise
             with self._starting:
                 # A page that said hello while the last messages were made has found the thread serving, and has started no other.
                 if self._since is None or self._closing.is_set():
@@ -272,10 +283,13 @@ class RecordingFeed:
             return (
                 False  # it could not be sent: that is tried again when there is news, or after a quiet time
             )
-        first, rows, _ = self._rows(ROWS_PER_MESSAGE if self._with_rows else 0)
-        self._row, self._skipped = first + len(rows), self._skipped + len(rows)
-        self._send_rank_changes()
-        return len(rows) > 0
+        # There may be no memory for a copy of these rows.
+        with self.failures.guard("what is drawn here"):
+            first, rows, _ = self._rows(ROWS_PER_MESSAGE if self._with_rows else 0)
+            self._row, self._skipped = first + len(rows), self._skipped + len(rows)
+            self._send_rank_changes()
+            return len(rows) > 0
+        return False
 
     def _rows(self, most: int) -> tuple[int, Rows, int]:
         """Return the number of the first row that comes next, the rows, and the number before which all were cleared at that moment."""

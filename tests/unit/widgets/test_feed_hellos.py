@@ -73,3 +73,81 @@ def test_hello_while_another_one_is_taken_is_served_too(recording: Recording) ->
         second_page.join(PATIENCE)
     finally:
         feed.close()
+
+
+def test_hello_after_a_thread_could_not_start_starts_one(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins: queue.Queue[int] = queue.Queue()
+    recording.close()
+    feed = RecordingFeed(recording, lambda message, buffers: begins.put(message["count"]), lambda: None)
+    try:
+        feed._thread.join(PATIENCE)
+
+        def fail(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        with monkeypatch.context() as limited:
+            limited.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start"):
+                feed.view_ready(0)
+        while not begins.empty():
+            begins.get()
+        feed.view_ready(0)
+        assert begins.get(timeout=PATIENCE) == recording.end
+    finally:
+        feed.close()
+
+
+def test_hello_after_the_thread_has_died_starts_another(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: queue.Queue[int] = queue.Queue()
+    died = threading.Event()
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    feed = RecordingFeed(recording, lambda message, buffers: counts.put(message["count"]), lambda: None)
+    try:
+        assert counts.get(timeout=PATIENCE) == recording.end
+        with monkeypatch.context() as broken:
+            broken.setattr(threading, "excepthook", lambda arguments: died.set())
+            broken.setattr(feed, "_again_from", fail)
+            thread = feed._thread
+            feed.view_ready(0)
+            thread.join(PATIENCE)
+            assert died.is_set()
+        feed.view_ready(0)
+        assert counts.get(timeout=PATIENCE) == recording.end
+    finally:
+        feed.close()
+
+
+def test_rows_that_can_not_be_read_come_with_the_next_news(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: queue.Queue[int] = queue.Queue()
+    reads, failed = 0, threading.Event()
+    rows_since = recording.rows_since
+
+    def fail_thrice(number: int, most: int | None = None) -> Any:
+        nonlocal reads
+        if most is None:  # it is for the table of ranks
+            return rows_since(number)
+        reads += 1
+        if reads > 3:
+            return rows_since(number, most)
+        if reads == 3:
+            failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(recording, "rows_since", fail_thrice)
+    feed = RecordingFeed(recording, lambda message, buffers: counts.put(message["count"]), lambda: None)
+    try:
+        assert failed.wait(PATIENCE)
+        feed.view_ready(0)
+        while counts.get(timeout=PATIENCE) != recording.end:
+            pass
+    finally:
+        feed.close()

@@ -15,6 +15,7 @@ import secrets
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +83,13 @@ class DebugConnections:
         self._numbers = itertools.count(1 + (secrets.randbits(30) << 16))
         self._sessions: dict[int, DebugSession] = {}
         self._pids: dict[int, int] = {}
+        #: Held while payloads are sent, so that all go out in order.
+        self._posting = threading.Lock()
+        #: Payloads that were not sent yet, each with its rank: there may be no coordinator.
+        self._kept: deque[tuple[int, bytes]] = deque()
         client.on_mail(DEBUG, self._take)
         client.on_membership(self._members)
+        client.on_reconnected(lambda membership: self._post_kept())
 
     def session(self, heard: Heard, gone: Callable[[int, str], None]) -> DebugSession:
         """Begin a session.
@@ -99,10 +105,24 @@ class DebugConnections:
     def forget(self, session: DebugSession) -> None:
         self._sessions.pop(session.number, None)
 
-    def send(self, payload: Payload, ranks: Sequence[int]) -> None:
+    def send(self, payload: Payload, rank: int) -> None:
+        """Send a payload to the rank's debug server; without a coordinator, as soon as there is another one."""
+        with self._posting:
+            self._kept.append((rank, encode(payload)))
+        self._post_kept()
+
+    def _post_kept(self) -> None:
+        """Send the payloads that wait, if there is a coordinator. Any thread."""
         post = self._post()
-        if post is not None:
-            post(DEBUG, encode(payload), ranks)
+        with self._posting:
+            while self._kept and post is not None:
+                rank, body = self._kept.popleft()
+                try:
+                    post(DEBUG, body, (rank,))
+                except CoordinatorLostError:
+                    # Under the lock: the call after the client has reconnected finds it, in front of the later ones.
+                    self._kept.appendleft((rank, body))
+                    return
 
     def _take(self, rank: int, body: bytes) -> None:
         mail = decode_from_server(body)
@@ -112,7 +132,11 @@ class DebugConnections:
 
     def _members(self, membership: Membership) -> None:
         before, self._pids = self._pids, {member.rank: member.pid for member in membership.members}
-        for rank in lost_ranks(before, self._pids):
+        lost = lost_ranks(before, self._pids)
+        with self._posting:
+            # A new process under the number of a lost rank must not get the payloads of that one.
+            self._kept = deque(one for one in self._kept if one[0] not in lost)
+        for rank in lost:
             # A copy: the control channel's thread begins and ends sessions meanwhile.
             for session in tuple(self._sessions.values()):
                 session.gone(rank, "it has ended")
@@ -149,10 +173,8 @@ class DebugSession:
         self._desk.forget(self)
 
     def _send(self, payload: Payload, rank: int) -> None:
-        try:
-            self._desk.send(payload, (rank,))
-        except CoordinatorLostError:
-            self.gone(rank, "the coordinator is lost")
+        # The loss of a coordinator says nothing about the rank, which may wait at a breakpoint: only the membership ends it.
+        self._desk.send(payload, rank)
 
 
 ANSWER_WITHIN = 8.0

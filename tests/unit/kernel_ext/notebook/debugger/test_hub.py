@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.kernel_ext.notebook.debugger import hub as hub_module
-from hvdlab.kernel_ext.notebook.debugger.hub import CONNECT_ATTEMPTS, DebugHub
+from hvdlab.kernel_ext.notebook.debugger.hub import CONNECT_ATTEMPTS, DebugConnections, DebugHub
 
 Json = dict[str, Any]
 
@@ -65,3 +67,54 @@ def test_a_debugpy_that_never_answers_is_told_of(monkeypatch: pytest.MonkeyPatch
     assert not initialized["success"]
     assert "did not answer within" in initialized["message"]
     assert "restart the kernel" in initialized["message"]
+
+
+class DebuggedClient:
+    """Connection to two debugged ranks, whose coordinator a test takes away and gives back."""
+
+    def __init__(self) -> None:
+        self.lost = False
+        self.posted: list[tuple[bytes, tuple[int, ...]]] = []
+        self.members: Callable[[Any], None] = lambda membership: None
+        self.reconnected: Callable[[object], None] = lambda membership: None
+
+    def on_mail(self, topic: str, callback: Callable[[int, bytes], None]) -> None:
+        pass
+
+    def on_membership(self, callback: Callable[[Any], None]) -> None:
+        self.members = callback
+
+    def on_reconnected(self, callback: Callable[[object], None]) -> None:
+        self.reconnected = callback
+
+    def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
+        if self.lost:
+            raise CoordinatorLostError("the coordinator is lost")
+        self.posted.append((body, tuple(to)))
+
+    def pids(self, *pids: int) -> None:
+        """Report the ranks' processes."""
+        members = [SimpleNamespace(rank=rank, pid=pid) for rank, pid in enumerate(pids)]
+        self.members(SimpleNamespace(members=members))
+
+
+def test_stopped_rank_without_coordinator_gets_requests_later() -> None:
+    client, gone = DebuggedClient(), list[int]()
+    connections = DebugConnections(cast("Client", client))
+    session = connections.session(lambda rank, mail: None, lambda rank, reason: gone.append(rank))
+    client.pids(10, 11)
+    client.lost = True
+    session.send(0, b"stackTrace")
+    session.send(1, b"for a process that ends")
+    session.send(0, b"continue")
+    assert gone == []
+    client.pids(10, 12)
+    assert gone == [1]
+    client.lost = False
+    client.reconnected(None)
+    assert [to for _, to in client.posted] == [(0,), (0,)]
+    assert [
+        text in body for (body, _), text in zip(client.posted, (b"stackTrace", b"continue"), strict=True)
+    ] == [True, True]
+    session.send(1, b"initialize")
+    assert len(client.posted) == 3

@@ -120,9 +120,13 @@ class Panel:
         """Send the notebook's new pool, if it has another one or none now. Any thread."""
         until, rows_until = self._wanted.get(OWN, (0.0, 0.0))
         if until <= time.monotonic():
+            self._forget_own()
             return
+        shown = self._shown.get(OWN)
+        # By its name, for the pages have it already: a pool that was stopped leaves its recording, which is not to be sent again.
+        known = shown.name if shown is not None else None
         with self._failures.guard("the ranks of the new pool"):
-            self._show(OWN, None, None, until, rows_until)
+            self._show(OWN, known, None, until, rows_until)
             return
         self._send({"type": "nothing", "pool": OWN, "text": str(self._failures.all()[-1])}, [])
 
@@ -135,6 +139,17 @@ class Panel:
             shown.publisher.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _forget_own(self) -> None:
+        """Forget the earlier pool, which no page shows: its recording takes memory."""
+        with self._changing:
+            shown = self._shown.get(OWN)
+            # A page may just have renewed its subscription.
+            if shown is None or shown.until > time.monotonic():
+                return
+            del self._shown[OWN]
+        # Outside: the end of the feed's thread is waited for, and that thread may be about to take the lock.
+        shown.publisher.close()
 
     def _answer(self, request: Any, answer: dict[str, Any]) -> None:
         self._send({"type": "answer", "request": request} | answer, [])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -143,6 +145,35 @@ def test_another_pool_has_another_recording(panel: Panel, desk: Desk, page: Page
     panel.pool_changed()
     page.wait(lambda: page.rows(since=before) == second.end)
     assert page.messages[-1]["recording"] != name
+
+
+def test_pool_stopped_with_its_recording_is_not_sent_again(
+    panel: Panel, desk: Desk, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk.recordings[""] = recording = Recording()
+    feed(recording)
+    panel.receive(hello())
+    page.wait(lambda: page.rows() == recording.end)
+    hellos: list[int] = []
+    monkeypatch.setattr(RecordingFeed, "view_ready", lambda feed, row, **more: hellos.append(row))
+    recording.close()
+    panel.pool_changed()
+    assert hellos == []
+    desk.recordings[""] = Recording()
+    panel.pool_changed()
+    assert hellos == [0]
+
+
+def test_earlier_pool_that_no_page_shows_frees_its_recording(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""] = Recording()
+    panel.receive(hello())
+    page.wait(lambda: page.messages)
+    panel.receive(hello(), lease=1e-9)
+    earlier = weakref.ref(desk.recordings[""])
+    desk.recordings[""] = Recording()
+    panel.pool_changed()
+    gc.collect()
+    assert earlier() is None
 
 
 def test_the_end_of_the_ranks_is_told(panel: Panel, desk: Desk, page: Page) -> None:

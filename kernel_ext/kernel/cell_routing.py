@@ -8,6 +8,7 @@ the route, so that the history keeps the user's text.
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import dataclass
 
 _OURS = re.compile(r"%(?:hvd_\w+|autohvd|(?:re|un)?load_ext\s+hvdlab)\b")
@@ -112,10 +113,11 @@ def _done_here(line: str) -> bool:
     return bool(_OURS.match(line) or INSTALLER.match(line) or _ONCE.match(line))
 
 
-class CellRouter:
+class CellRouter(threading.local):
     """Input transformer that replaces a cell by the call that runs it on the ranks.
 
     Only the cell that the client sent is replaced: code that runs other cells in the kernel's shell means the shell.
+    Each thread has its own cell, since subshells run theirs beside that of the main shell.
 
     Attributes:
         cell: The cell that the client sent.

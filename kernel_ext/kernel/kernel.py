@@ -56,7 +56,10 @@ class BusyReplies:
 
     @contextmanager
     def running(self, request: Any) -> Iterator[None]:
-        """Mark the request as the one whose cell runs, within this context. Main thread."""
+        """Mark the request as the one whose cell runs, within this context. Main thread, or that of a subshell."""
+        if request.get("header", {}).get("subshell_id") is not None:
+            yield  # its end must not make the kernel idle while a cell of the main shell runs
+            return
         self._runs = request
         try:
             yield

@@ -127,3 +127,22 @@ def test_question_without_its_code_waits_for_the_main_thread(kernel: Kernel) -> 
     asyncio.run(scenario())
     assert kernel.waiting == [cell, question]
     assert kernel.sent == []
+
+
+def test_end_of_a_subshells_cell_leaves_main_cell_busy(kernel: Kernel) -> None:
+    cell, question = (
+        message("execute_request", code="x"),
+        message("complete_request", code="on_r", cursor_pos=4),
+    )
+
+    async def scenario() -> None:
+        await kernel.receive(cell)
+        with kernel.running({"header": {"msg_id": "main"}}):
+            with kernel.running({"header": {"msg_id": "aside", "subshell_id": "s"}}):
+                pass
+            await kernel.receive(question)
+
+    asyncio.run(scenario())
+    assert kernel.sent == ["status", "complete_reply", "status", "status"], (
+        "the last state is that of the cell"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvdlab.kernel_ext.kernel.cell_routing import CellRouter, Help, Route, asks_ranks, python_of, route
+from support.threads import in_threads
 
 ON_RANKS = [
     "x = 1",
@@ -84,3 +85,18 @@ def test_only_the_cell_that_the_kernel_was_asked_to_run_is_sent_to_ranks() -> No
     router.cell, router.options = "x = 1\ny = 2", "-np 3"
     assert router(["z = 3\n"]) == ["z = 3\n"]
     assert router(lines) == ["get_ipython().run_cell_magic('hvd_run', '-np 3', 'x = 1\\ny = 2\\n')\n"]
+
+
+def test_cell_of_a_subshell_leaves_routing_of_main_cell_alone() -> None:
+    router = CellRouter()
+    router.cell, router.options = "x = 1", "-np 3"
+    routed: list[list[str]] = []
+
+    def run_subshell() -> None:
+        router.cell = "y = 2"
+        routed.append(router(["y = 2\n"]))
+        router.cell = None
+
+    in_threads([run_subshell])
+    assert routed == [["get_ipython().run_cell_magic('hvd_run', '', 'y = 2\\n')\n"]]
+    assert router(["x = 1\n"]) == ["get_ipython().run_cell_magic('hvd_run', '-np 3', 'x = 1\\n')\n"]

@@ -125,6 +125,111 @@ def test_message_arrives_in_a_tensor_of_another_shape(world: Ranks) -> None:
         assert ours == reference
 
 
+# -- tensors that are no contiguous memory ----------------------------------------------------------------------------
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _every_second(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with a tensor's values in every second column of a wider one."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def _negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous view with a tensor's values whose memory has the negated ones."""
+    return torch._neg_view(-tensor)
+
+
+LAYOUTS: dict[str, Layout] = {"strided": _every_second, "negated": _negated}
+
+
+def _in_layout(group: Group, rank: int, size: int, layout: Layout) -> list[torch.Tensor]:
+    """Return all outputs of all operations with tensors of this layout."""
+    root = size - 1
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return layout(torch.zeros(shape))
+
+    def given(*shape: int) -> torch.Tensor:
+        return layout(values(rank, *shape))
+
+    def parts() -> list[torch.Tensor]:
+        return [zeros(2) for _ in range(size)]
+
+    summed, sent, at_root, later = given(2, 3), given(2, 3), given(4), given(5)
+    into, row, piece, exchanged, part, heard = (
+        zeros(size * 2),
+        zeros(2),
+        zeros(2),
+        zeros(size, 2),
+        zeros(2),
+        zeros(3),
+    )
+    listed, gathered, received = parts(), parts(), parts()
+    dist.all_reduce(summed, group=group)
+    dist.broadcast(sent, root, group)
+    dist.reduce(at_root, root, group=group)
+    dist.all_gather(listed, given(2), group)
+    dist.all_gather_into_tensor(into, given(2), group)
+    dist.reduce_scatter_tensor(row, given(size * 2), group=group)
+    dist.reduce_scatter(piece, [given(2) for _ in range(size)], group=group)
+    dist.all_to_all_single(exchanged, given(size, 2), group=group)
+    dist.all_to_all(received, [given(2) for _ in range(size)], group)
+    dist.gather(given(2), gathered if rank == root else None, root, group)
+    dist.scatter(part, [given(2) for _ in range(size)] if rank == root else None, root, group)
+    if rank == 0:
+        dist.send(given(3), 1, group)
+    elif rank == 1:
+        dist.recv(heard, 0, group)
+    work = dist.all_reduce(later, group=group, async_op=True)
+    # Read in the callback: the outputs have their values before the future has its own.
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2).wait()
+    work.wait()
+    reduced = [at_root] if rank == root else []  # undefined elsewhere
+    single = [summed, sent, into, row, piece, exchanged, part, heard, later, doubled]
+    return [*single, *reduced, *listed, *received, *gathered]
+
+
+def _beside_contiguous(layout: str) -> tuple[Any, Any]:
+    """Return the outputs of Gloo with contiguous tensors, and hvdlab's with those of a layout."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference = _in_layout(_GROUPS["gloo"], rank, size, lambda tensor: tensor)
+    return _plain(reference), _plain(_in_layout(dist.group.WORLD, rank, size, LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_in_any_layout_get_the_values_of_contiguous_ones(world: Ranks, layout: str) -> None:
+    for reference, ours in world.run(_beside_contiguous, layout, timeout=60):
+        assert ours == reference
+
+
+def _between_the_elements() -> list[float]:
+    """Return the memory around a strided output, in inference mode."""
+    with torch.inference_mode():
+        whole = torch.arange(6.0)
+        dist.all_reduce(whole[::2])
+    return whole.tolist()
+
+
+def test_elements_between_those_of_an_output_stay(world: Ranks) -> None:
+    assert world.run(_between_the_elements, timeout=60) == [[0, 1, 6, 3, 12, 5]] * world.size
+
+
+def _refuses_shared_elements() -> None:
+    """Call with an output whose elements are one on one rank. Nothing is sent, so the group goes on."""
+    group = dist.group.WORLD
+    if dist.get_rank() == 0 and type(group).__name__ == "WatchedGroup":
+        with pytest.raises(InvalidRequestError, match="has elements that share memory"):
+            dist.all_reduce(torch.zeros(1).expand(3))
+    sent = torch.ones(1).expand(3) if dist.get_rank() == 0 else torch.zeros(3)
+    dist.broadcast(sent, 0)
+    assert sent.tolist() == [1] * 3
+
+
+def test_output_whose_elements_share_memory_is_refused(world: Ranks) -> None:
+    world.run(_refuses_shared_elements, timeout=60)
+
+
 # -- wrong calls of one rank ------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,15 @@ def single(operation: str, tensors: Any, which: str = "") -> torch.Tensor:
     return given[0]
 
 
+def first(tensors: Any) -> Any:
+    """Return the first tensor of nested lists; ``None`` if there is none."""
+    while isinstance(tensors, (list, tuple)):
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
+
+
 def require_dense(tensor: torch.Tensor, operation: str) -> None:
     """Raise ``UnsupportedError`` for a tensor that is sparse, or has no data."""
     if tensor.layout is not torch.strided or tensor.is_meta:
@@ -249,3 +258,81 @@ def scatter_into(outputs: Iterable[torch.Tensor], gathered: torch.Tensor, result
         stop = start + output.numel()
         output.detach().copy_(gathered[start:stop].view(output.shape))
         start = stop
+
+
+def _is_plain(argument: Any) -> bool:
+    """Return whether torch's own backend can take the memory of all tensors in an argument as it is."""
+    # One loop and few calls: all operations pay for it.
+    for each in argument if isinstance(argument, (list, tuple)) else (argument,):
+        if isinstance(each, (list, tuple)):
+            if not _is_plain(each):
+                return False
+        elif (
+            isinstance(each, torch.Tensor)
+            and each.layout is torch.strided
+            and (not each.is_contiguous() or each.is_neg() or each.is_conj())
+        ):
+            return False
+    return True
+
+
+def contiguous(argument: Any) -> Any:
+    """Return an argument of torch's with contiguous copies in the place of dense tensors that are not contiguous.
+
+    Tensors with the negative or conjugate bit count as such, since their memory has other values.
+
+    Args:
+        argument: A tensor of the host, nested lists of them, or anything more.
+
+    Returns:
+        The argument itself if there is nothing to copy.
+    """
+    if _is_plain(argument):
+        return argument
+    if isinstance(argument, torch.Tensor):
+        return resolved(argument)
+    return type(argument)(map(contiguous, argument))
+
+
+class CopyBack:
+    """Copies of an operation's outputs in which torch's backend works, and the user's tensors that get their values.
+
+    Args:
+        operation: The operation's name, for errors.
+        outputs: The user's tensors, in nested lists or not.
+        copies: The same from :func:`contiguous`.
+        written: Whether the operation writes to them on this rank.
+
+    Raises:
+        InvalidRequestError: An output has elements that lie in the same memory.
+    """
+
+    def __init__(self, operation: str, outputs: Any, copies: Any, *, written: bool) -> None:
+        self._outputs = outputs
+        self._pairs = list(_pairs(outputs, copies)) if written else []
+        for output, _ in self._pairs:
+            if any(
+                stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)
+            ):
+                raise InvalidRequestError(
+                    f"{operation}: an output of {tuple(output.shape)} has elements that share memory, as expand() "
+                    "makes them; clone it."
+                )
+
+    def copy(self) -> Any:
+        """Copy the results to the user's tensors, and return these as the value of the operation. Any thread."""
+        # Only in this mode a thread of torch's may write to the tensors of a user who works in it.
+        with torch.inference_mode():
+            for output, copied in self._pairs:
+                output.detach().copy_(copied)
+        return self._outputs if isinstance(self._outputs, list) else [self._outputs]
+
+
+def _pairs(outputs: Any, copies: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Iterate over the outputs that were copied, with their copies."""
+    if isinstance(outputs, torch.Tensor):
+        if outputs is not copies:
+            yield outputs, copies
+    elif outputs is not copies:
+        for output, copied in zip(outputs, copies, strict=True):
+            yield from _pairs(output, copied)

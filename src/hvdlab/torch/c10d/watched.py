@@ -66,6 +66,7 @@ from hvdlab.torch.c10d.launch_ring import (
 from hvdlab.torch.c10d.operation_names import OPERATIONS, ROOTED, renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
+from hvdlab.torch.c10d.tensors import CopyBack, contiguous, first
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
 from hvdlab.torch.c10d.watched_work import EndRequest, Generation, WatchedWork
 from hvdlab.torch.c10d.world import C10dWorld
@@ -477,6 +478,13 @@ class WatchedGroup(HvdlabProcessGroup):
         calls = self._calls
         calls.require_usable(operation)
         part = calls.part(operation.removesuffix(" of lists"), [] if tensor is None else [tensor])
+        # Gloo takes the memory of a strided tensor for contiguous memory. NCCL's backend refuses such tensors.
+        given = args if self.on_device else contiguous(args)
+        back = (
+            None
+            if given is args
+            else CopyBack(operation, args[0], given[0], written=self._writes(method, args))
+        )
         while True:
             generation = self._ready(operation)
             # A backward pass in C++ launches its next buckets before it raises the error of one that was given up. In this generation they
@@ -494,8 +502,14 @@ class WatchedGroup(HvdlabProcessGroup):
                         f"{operation}: {calls} was destroyed, or has lost its coordinator."
                     )
                 return self._launch(
-                    generation, inner, method, operation, tensor, channel, part.about, args, kwargs
+                    generation, inner, method, operation, tensor, channel, part.about, given, kwargs, back
                 )
+
+    def _writes(self, method: str, args: Any) -> bool:
+        """Return whether an operation writes to its first argument on this rank."""
+        if method in ("broadcast", "reduce"):
+            return (self._root(method, args[-1]) == self.rank()) == (method == "reduce")
+        return method != "send"
 
     def _given_up(self, operation: str, channel: str, about: str) -> WatchedWork:
         """Return the work of a launch that is not made: it has ended with the generation in which its backward pass has begun."""
@@ -504,24 +518,15 @@ class WatchedGroup(HvdlabProcessGroup):
         former.ended = self._last_end
         number = self._calls.sequence + 1
         slot = LaunchSlot(
-            former.number,
-            channel,
-            0,
-            number,
-            operation,
-            None,
-            None,
-            call_site(2),
-            about,
-            self._world.steps.taken,
-        )
+            former.number, channel, 0, number, operation, None, None, call_site(2), about, self._world.steps.taken
+        )  # fmt: skip
         work = WatchedWork(self, former, slot, self._calls.seconds)
         work.failed(RuntimeError("its backward pass was given up"))
         return work
 
     def _launch(
         self, generation: Generation, inner: InnerGroup, method: str, operation: str, tensor: Any, channel: str, about: str,
-        args: Any, kwargs: Any,
+        args: Any, kwargs: Any, back: CopyBack | None,
     ) -> WatchedWork:  # fmt: skip
         calls = self._calls
         calls.sequence += 1
@@ -552,7 +557,7 @@ class WatchedGroup(HvdlabProcessGroup):
             if begun is None:  # within a coalescing block of the inner group, which makes one work of all
                 self._entered = None
                 return work
-            work.begun(begun, args[0] if args else [])
+            work.begun(begun, args[0] if args else [], back)
         # After torch's call: a launch that it refuses was never in flight.
         self._entered = None
         generation.flying.append(work)
@@ -589,23 +594,23 @@ class WatchedGroup(HvdlabProcessGroup):
         return self._ready("coalescing").inner.group._end_coalescing(device)  # type: ignore[union-attr]
 
     def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
-        if not self.is_watched(_first(tensors), None):
+        if not self.is_watched(first(tensors), None):
             return super().send(tensors, target, tag)
         self._messages.require_sound("send", tensors, target, tag)
         return self.launch(
-            "send", "send", _first(tensors), f"{self.rank()}>{target}.{tag}", (tensors, target, tag), {}
+            "send", "send", first(tensors), f"{self.rank()}>{target}.{tag}", (tensors, target, tag), {}
         )
 
     def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        if not self.is_watched(_first(tensors), None):
+        if not self.is_watched(first(tensors), None):
             return super().recv(tensors, source, tag)
         self._messages.require_sound("recv", tensors, source, tag)
         return self.launch(
-            "recv", "recv", _first(tensors), f"{source}>{self.rank()}.{tag}", (tensors, source, tag), {}
+            "recv", "recv", first(tensors), f"{source}>{self.rank()}.{tag}", (tensors, source, tag), {}
         )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        if not self.is_watched(_first(tensors), None):
+        if not self.is_watched(first(tensors), None):
             return super().recv_anysource(tensors, tag)
         raise InvalidRequestError(
             "recv: a watched group has no receives from any rank, since a message that is not watched could hang unseen. "
@@ -915,22 +920,13 @@ class WatchedGroup(HvdlabProcessGroup):
         return AbortedError(pending, cause, self.process_set, end.generation)
 
 
-def _first(tensors: Any) -> Any:
-    """Return the first tensor of nested lists; ``None`` if there is none."""
-    while isinstance(tensors, (list, tuple)):
-        if not tensors:
-            return None
-        tensors = tensors[0]
-    return tensors
-
-
 def _handing_over(method: str, operation: str, index: int, agreed: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of a watched group for one of torch's methods."""
 
     def call(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
         if method in ROOTED:
             self.require_root(operation, args[-1])
-        tensor = _first(args[index]) if 0 <= index < len(args) else None
+        tensor = first(args[index]) if 0 <= index < len(args) else None
         if not self.is_watched(tensor, args[-1] if args else None):
             return agreed(self, *args, **kwargs)
         return self.launch(method, operation, tensor, COLLECTIVES, args, kwargs)

@@ -17,6 +17,7 @@ from hvdlab.collectives.errors import CollectiveError, HvdlabError
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.torch.c10d.inner_groups import InnerGroup
 from hvdlab.torch.c10d.launch_ring import LaunchSlot, Verdict
+from hvdlab.torch.c10d.tensors import CopyBack
 from hvdlab.torch.c10d.work import futures_threads, seconds_of
 from hvdlab.torch.dynamo import untraced_methods
 
@@ -127,6 +128,8 @@ class WatchedWork(dist.Work):
         self.failure = ""
         #: The inner group's own object of the operation, once it is launched.
         self._inner: Any = None
+        #: Copies the results to the user's tensors, if torch's backend works in copies of them.
+        self._back: CopyBack | None = None
         #: Set once it has ended, well or badly.
         self._over = threading.Event()
         #: Guards the error and the futures: torch's threads and the user's may both end it.
@@ -141,9 +144,16 @@ class WatchedWork(dist.Work):
 
     # -- the end, as the inner group shows it -------------------------------------------------------------------------
 
-    def begun(self, inner: Any, outputs: Any) -> None:
-        """Watch the inner group's own object of the operation; ``outputs`` are the user's tensors, for one that does not return them."""
-        self._inner = inner
+    def begun(self, inner: Any, outputs: Any, back: CopyBack | None = None) -> None:
+        """Watch the inner group's own object of the operation.
+
+        Args:
+            inner: That object.
+            outputs: The user's tensors, for an operation that does not return them.
+            back: Copies the results to the user's tensors, if torch's backend works in copies of them.
+        """
+        # Before the callbacks, in which a thread of torch's reads it.
+        self._inner, self._back = inner, back
         if self._group.on_device:
             return  # its end is seen by looking: an event of the device has no callback
         try:
@@ -158,6 +168,7 @@ class WatchedWork(dist.Work):
         """Read the result. A thread of torch's."""
         try:
             self._value = future.value()
+            self._copy_back()
         except Exception as error:  # noqa: BLE001  (kept, and judged by the ranks together)
             self.failed(error)
         else:
@@ -167,10 +178,19 @@ class WatchedWork(dist.Work):
         """Wait in C++ for an operation that has no future."""
         try:
             self._inner.wait()
+            self._copy_back()
         except Exception as error:  # noqa: BLE001  (as above)
             self.failed(error)
         else:
             self._end()
+
+    def _copy_back(self) -> None:
+        """Copy the results to the user's tensors, and make these the value. Before the end, which a user's thread waits for."""
+        # One that has ended was given up, and the user may have other values in the tensors by now.
+        # Read once: another thread that ends it drops the copies.
+        back = self._back
+        if back is not None and not self._over.is_set():
+            self._value = back.copy()
 
     def failed(self, error: Exception) -> None:
         """Record that torch's backend has failed it. The work ends with the inner group, whose end has the reason."""
@@ -197,6 +217,7 @@ class WatchedWork(dist.Work):
 
     def _end(self) -> None:
         self._over.set()
+        self._back = None  # a work that the user keeps is not to keep the copies
         # After `_over` is set: `get_future` makes the future first and looks at `_over` then, so one of the two sees the other.
         if self._root is not None:
             futures_threads(os.getpid()).submit(self._end_future)

@@ -264,6 +264,26 @@ def test_wrong_message_is_refused_on_its_rank_alone(world: Ranks) -> None:
     world.run(_negative_tag, timeout=60)
 
 
+def _wrong_splits() -> None:
+    """Call with splits that don't fit the tensors on one rank. Nothing is sent, so the group goes on."""
+    size = dist.get_world_size()
+    fitting, short, few = [1] * size, [1] * (size - 1) + [0], [size]
+    if dist.get_rank() == 0:
+        output, given = torch.zeros(size), torch.ones(size)
+        for wrong in ((short, fitting), (fitting, short), (few, fitting), (fitting, few)):
+            with pytest.raises(InvalidRequestError, match=r"all_to_all_single: .* (output|input) splits"):
+                dist.all_to_all_single(output, given, *wrong)
+        with pytest.raises(InvalidRequestError, match="does not divide equally"):
+            dist.all_to_all_single(output, torch.ones(size + 1))
+    exchanged = torch.zeros(size)
+    dist.all_to_all_single(exchanged, torch.ones(size), fitting, fitting)
+    assert exchanged.tolist() == fitting
+
+
+def test_wrong_splits_are_refused_on_their_rank_alone(world: Ranks) -> None:
+    world.run(_wrong_splits, timeout=60)
+
+
 def _split() -> None:
     for name in ("split_group", "splitGroup"):
         with pytest.raises(UnsupportedError, match=r"dist\.new_group\(\[0, 1\]\)"):

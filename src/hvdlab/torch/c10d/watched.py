@@ -508,7 +508,7 @@ class WatchedGroup(HvdlabProcessGroup):
     def _writes(self, method: str, args: Any) -> bool:
         """Return whether an operation writes to its first argument on this rank."""
         if method in ("broadcast", "reduce"):
-            return (self._root(method, args[-1]) == self.rank()) == (method == "reduce")
+            return bool(self._root(method, args[-1]) == self.rank()) == (method == "reduce")
         return method != "send"
 
     def _given_up(self, operation: str, channel: str, about: str) -> WatchedWork:

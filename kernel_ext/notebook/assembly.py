@@ -563,9 +563,18 @@ class PoolParts:
         self.update_kept_entry()
 
     def update_kept_entry(self) -> None:
-        """Record a change of a process, or of the size, for the process that attaches to the kept pool later."""
-        if self.keeping is not None and not self._closed:
+        """Record a change of a process, or of the size, for the process that attaches to the kept pool later.
+
+        A failure is shown as a notice, and the next change writes all of it: the pool itself lacks nothing.
+        """
+        if self.keeping is None or self._closed:
+            return
+        try:
             self.keeping.update(self.processes, len(self.group.members.wanted))
+        except StartError as error:
+            self.runs.notice(
+                f"a change of the kept pool could not be recorded for the next notebook: {error}"
+            )
 
     def _lost_hold(self, reason: str) -> None:
         """Break the pool for this process: its launcher has given it to another process, or ended it."""

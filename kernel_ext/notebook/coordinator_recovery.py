@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import logging
 import os
 import queue
 import threading
@@ -40,6 +41,8 @@ OFTEN = RESTARTS
 that another one does not cure. The rebuilder never gives up for that, since ranks would lose their memory with the pool."""
 LONGEST_PAUSE = 8.0
 """Seconds; ranks wait longer than that for a successor."""
+
+logger = logging.getLogger(__name__)
 
 
 class RecoveryObserver(Protocol):
@@ -148,14 +151,24 @@ class CoordinatorRecovery:
     def _run(self) -> None:
         while not self._closing.is_set():
             if self._later and self._later[0][0] <= time.monotonic():
-                heapq.heappop(self._later)[2]()
+                self._do(heapq.heappop(self._later)[2])
                 continue
             try:
                 job = self._jobs.get(timeout=self._later[0][0] - time.monotonic() if self._later else None)
             except queue.Empty:
                 continue
             if job is not None:
-                job()
+                self._do(job)
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """Run a job. Its failure must not end the thread: the next coordinator's death would never be repaired."""
+        try:
+            job()
+        except Exception as error:
+            logger.exception("a step of a recovery failed")
+            # Without a connection and a further job cells would wait for ever.
+            if self._client.closed:
+                self._fail(f"it could not be restored: {error!r}")
 
     def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
         # The number decides between equal times: jobs can't be compared.

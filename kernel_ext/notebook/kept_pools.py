@@ -269,6 +269,8 @@ class LocalKeptPool:
 
     def __init__(self, registry: KeptPoolRegistry, kept: KeptPoolEntry) -> None:
         self._registry, self.kept = registry, kept
+        #: The entry as it was written last.
+        self._written = kept
         self._replaced = False
 
     @property
@@ -375,12 +377,14 @@ class LocalKeptPool:
         """Do nothing: the fork server's connection reports starts and ends of ranks."""
 
     def update(self, processes: PoolProcesses, size: int) -> None:
-        """Write changed processes, or a changed size, into the entry."""
+        """Write changed processes, or a changed size, into the entry. Raises ``StartError`` if that is impossible."""
         coordinator, warm = Process.of(processes.coordinator.pid), Process.of(processes.fork_server.pid)
         kept = msgspec.structs.replace(self.kept, coordinator=coordinator, warm=warm, size=size)
-        if kept != self.kept:
-            self.kept = kept
+        self.kept = kept
+        # Not compared with `kept`: the next update repeats a write that failed.
+        if kept != self._written:
             self._registry.write(kept)
+            self._written = kept
 
     def disconnect(self, processes: PoolProcesses) -> None:
         """Let go of the pool's processes."""

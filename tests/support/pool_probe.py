@@ -39,6 +39,10 @@ class PoolProbe:
         """The coordinator of now, which is another one after a recovery."""
         return self._parts.processes.coordinator
 
+    def update_kept_entry(self) -> None:
+        """Record changes of the pool for the process that attaches to it later."""
+        self._parts.update_kept_entry()
+
     @property
     def fork_server(self) -> ForkServer:
         """The fork server of now."""

@@ -527,6 +527,31 @@ def test_coordinators_and_fork_servers_that_die_are_replaced_in_a_kept_pool() ->
         assert again.pull("os.getpid()") == pids == again.pull("mine")
 
 
+def test_coordinator_is_replaced_although_the_entry_can_not_be_written() -> None:
+    def fail(registry: KeptPoolRegistry, kept: KeptPoolEntry) -> None:
+        raise StartError("No space left on device")
+
+    def replace(pool: Pool) -> None:
+        again = threading.Event()
+        pool.client.on_reconnected(lambda world: again.set())
+        os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
+        assert again.wait(PATIENCE)
+        assert PoolProbe(pool).recovery.await_recovered(PATIENCE)
+
+    with Pool.start(1, keep="mine") as pool:
+        pool.run("x = 5")
+        with pytest.MonkeyPatch.context() as full:
+            full.setattr(KeptPoolRegistry, "write", fail)
+            replace(pool)
+            assert any("could not be recorded" in said for said in pool.news())
+            replace(pool)
+            written = KeptPoolRegistry().get("mine").coordinator
+        assert written.pid != PoolProbe(pool).coordinator.pid
+        PoolProbe(pool).update_kept_entry()
+        assert KeptPoolRegistry().get("mine").coordinator.pid == PoolProbe(pool).coordinator.pid
+        assert pool.pull("x") == {0: 5}
+
+
 def test_a_pool_is_let_go_before_the_successor_of_its_fork_server_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -359,6 +359,36 @@ def test_a_coordinator_that_can_not_be_replaced_ends_the_pool(
         watched.pool.run("1")
 
 
+def test_recovery_that_raises_any_error_repairs_the_next_death(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(start_pool(1))
+    with monkeypatch.context() as failing:
+        failing.setattr(PoolProbe(watched.pool).joining, "resend_pending", lambda: 1 // 0)
+        again = threading.Event()
+        watched.pool.client.on_reconnected(lambda world: again.set())
+        watched.kill_coordinator()
+        assert again.wait(PATIENCE)
+        assert PoolProbe(watched.pool).recovery.await_recovered(PATIENCE)
+    watched.kill_coordinator()
+    watched.check()
+
+
+def test_recovery_that_raises_any_error_without_connection_breaks_pool(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(start_pool(1))
+
+    def fail(timeout: float) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(PoolProbe(watched.pool).coordinator, "respawn", fail)
+    watched.kill_coordinator()
+    eventually(lambda: watched.pool.broken)
+    with pytest.raises(StartError, match="can't start new thread"):
+        watched.pool.run("1")
+
+
 @pytest.mark.soak
 def test_a_pool_is_stopped_while_it_is_put_back(start_pool: StartPool) -> None:
     pool = start_pool(2)

@@ -195,7 +195,7 @@ class RankLifecycle:
                 case LeaveAtCommit(ranks):
                     self._client.release(ranks)
                 case SpawnRanks(ranks, size):
-                    self._starter.start(ranks, size)
+                    self._spawn(ranks, size)
                 case Resized(ranks, size):
                     for rank in ranks:
                         variables = sizes(rank, size, self._starter.place(rank, size))
@@ -212,6 +212,27 @@ class RankLifecycle:
                         self._client.rank_lost(rank, pid, died)
                 case AwaitLeaving():
                     pass  # the coordinator sends the rank the order; _wait_left() kills it if it does not leave
+
+    def _spawn(self, ranks: Sequence[int], size: int) -> None:
+        assert self._starter is not None
+        try:
+            self._starter.start(ranks, size)
+        except CoordinatorLostError:
+            raise  # reconnected() makes up for it
+        except BaseException as error:
+            # Also after Ctrl-C: nothing else would report the end of a rank without a process, which would be starting for ever.
+            for rank in ranks:
+                self.handle(Ended(rank, 0, f"its start failed: {str(error) or type(error).__name__}"))
+            raise
+
+    def _starts(self, rank: int, replace_lost: bool) -> bool:
+        """Return whether a rank is starting, or would be after a :class:`PoolSizeSet` with it."""
+        member = self._members.get(rank)
+        return (
+            member is None
+            or member.state is RankPhase.STARTING
+            or (replace_lost and member.state is RankPhase.LOST)
+        )
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -263,16 +284,19 @@ class RankLifecycle:
         """
         with self._changed:
             before = self._members.wanted
-            self.handle(PoolSizeSet(tuple(ranks), replace_lost))
-            new = self._members.in_state(RankPhase.STARTING)
+            # Known before the order: a start that raises an error may have begun some of them.
+            new = [rank for rank in sorted(set(ranks)) if self._starts(rank, replace_lost)]
         try:
+            self.handle(PoolSizeSet(tuple(ranks), replace_lost))
             deadline = self._wait_for_room(deadline, progress)
             self._wait_ready(new, deadline)
         except BaseException:
             # Also after KeyboardInterrupt: an interrupted start must leave no process that the pool does not count.
             ready = self.ready()
-            self.kill([rank for rank in new if rank not in before or rank not in ready])
-            self.handle(PoolSizeSet(before))
+            try:
+                self.kill([rank for rank in new if rank not in before or rank not in ready])
+            finally:  # the starter may be what has failed
+                self.handle(PoolSizeSet(before))
             raise
         self._wait_left(deadline)
 

@@ -24,6 +24,10 @@ class Coordinator:
 
     def expect(self, ranks: Sequence[int]) -> None: ...
 
+    def post(self, topic: str, body: bytes, ranks: Sequence[int]) -> None: ...
+
+    def rank_lost(self, rank: int, pid: int, reason: str) -> None: ...
+
 
 class Queue:
     """Starter whose ranks wait for room; a thread of the test's lets them go on."""
@@ -99,6 +103,49 @@ def test_an_interrupt_of_the_wait_ends_it(group: RankLifecycle) -> None:
     with pytest.raises(KeyboardInterrupt):
         group.set_ranks([0], over(), progress=heard)
     assert group.members.wanted == ()
+
+
+class Failing(Queue):
+    """Starter whose start raises an error as long as there is one; its ranks are ready at once."""
+
+    error: BaseException | None = None
+
+    def __init__(self, group: RankLifecycle) -> None:
+        super().__init__(group)
+        self.killed: list[int] = []
+
+    def start(self, ranks: Sequence[int], size: int) -> None:
+        if self.error is not None:
+            raise self.error
+        for rank in ranks:
+            self.group.handle(Started(rank, 100 + rank))
+            self.group.handle(AgentReady(rank))
+
+    def place(self, rank: int, size: int) -> None: ...
+
+    def signal(self, rank: int, number: int) -> None:
+        self.killed.append(rank)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("no directory"), KeyboardInterrupt()])
+def test_rank_whose_start_raises_an_error_can_be_started_again(
+    group: RankLifecycle, error: BaseException
+) -> None:
+    starter = Failing(group)
+    group.set_starter(starter)  # type: ignore[arg-type]
+    group.set_ranks([0], Deadline(PATIENCE))
+    group.handle(Ended(0, 100, "killed by SIGKILL"))
+    starter.error = error
+    with pytest.raises(type(error)):
+        group.set_ranks([0], Deadline(PATIENCE), replace_lost=True)
+    assert (group.members.wanted, group.members.lost) == ((0,), (0,))
+    with pytest.raises(type(error)):
+        group.set_ranks([0, 1], Deadline(PATIENCE))
+    assert (group.members.wanted, group.members.get(1)) == ((0,), None)
+    assert starter.killed == [0, 1]  # it may have started them before the error
+    starter.error = None
+    group.set_ranks([0, 1], Deadline(PATIENCE), replace_lost=True)
+    assert group.ready() == (0, 1)
 
 
 @pytest.mark.parametrize("hosts", ["", "a:1,b:2"])

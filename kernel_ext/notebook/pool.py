@@ -917,7 +917,7 @@ class Pool:
 
         Raises:
             InvalidRequestError: One of them does not exist, or the launcher can't start single ranks.
-            StartError: A rank did not start within ``timeout`` seconds; it is lost.
+            StartError: A rank did not start within ``timeout`` seconds, and is lost; or one did not end by SIGKILL in that time.
         """
         self._check_running()
         with self._changing:

@@ -325,7 +325,11 @@ class RankLifecycle:
             return silent()
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
-        """Kill these ranks' processes and wait for their end; the ranks count as lost, and stay members of the pool."""
+        """Kill these ranks' processes and wait for their end; the ranks count as lost, and stay members of the pool.
+
+        Raises:
+            StartError: Some have not ended in time: they hang in the system, or their host is out of reach.
+        """
         with self._changed:
             # Before the signal: the end of a process may be reported at once, on another thread.
             self._ending |= set(ranks) & set(self._members.living())
@@ -334,6 +338,12 @@ class RankLifecycle:
             self._changed.wait_for(
                 lambda: not set(ranks) & set(self._members.living()) or self._broken, deadline.remaining()
             )
+            # Not left to `set_ranks`: it starts nothing in the place of a rank that is still ready.
+            if stuck := sorted(set(ranks) & set(self._members.living())):
+                raise StartError(
+                    f"{format_ranks(stuck)} did not end within {deadline.seconds:g} s although SIGKILL was sent: the process "
+                    "hangs in the system, or its host is out of reach; `%hvd_pool repair` starts those that have ended"
+                )
 
     def kill(self, ranks: Sequence[int]) -> None:
         """Send SIGKILL to these ranks."""

@@ -148,6 +148,15 @@ def test_rank_whose_start_raises_an_error_can_be_started_again(
     assert group.ready() == (0, 1)
 
 
+def test_ranks_that_outlive_sigkill_are_named_by_the_error(group: RankLifecycle) -> None:
+    group.set_starter(Failing(group))  # type: ignore[arg-type]  # its signals end no rank
+    group.set_ranks([0, 1, 2], Deadline(PATIENCE))
+    group.handle(Ended(1, 101, "killed by SIGKILL"))
+    with pytest.raises(StartError, match="ranks 0,2 did not end within"):
+        group.end([0, 1, 2], over())
+    assert group.ready() == (0, 2)
+
+
 @pytest.mark.parametrize("hosts", ["", "a:1,b:2"])
 @pytest.mark.parametrize(
     ("started", "ranks", "where", "what"),

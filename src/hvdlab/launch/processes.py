@@ -38,7 +38,11 @@ def started_at(pid: int) -> float:
 
 
 def open_process(pid: int, started: int) -> int:
-    """Return a descriptor that becomes readable when this very process ends; -1 if it has ended."""
+    """Return a descriptor that becomes readable when this very process ends; -1 if it has ended.
+
+    Raises:
+        OSError: No descriptor is left, or none to read the start time.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except (ProcessLookupError, OverflowError, OSError) as error:
@@ -47,9 +51,18 @@ def open_process(pid: int, started: int) -> int:
         return -1  # there is none, or no process can have this number
     # Compared after opening: the descriptor is of the process that has the number, and the start time shows whether it is
     # the one that is meant.
-    if start_time(pid) == started:
+    found = start_time(pid)
+    if found == started:
         return descriptor
-    os.close(descriptor)
+    try:
+        if not found and not readable(descriptor, 0):
+            # It lives. If its descriptor was the last one, -1 would tell callers to remove what is left of it.
+            os.close(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+    finally:
+        os.close(descriptor)
     return -1
 
 

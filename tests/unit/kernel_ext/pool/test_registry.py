@@ -16,6 +16,7 @@ import pytest
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
+from hvdlab.launch import processes
 from support.patience import PATIENCE
 
 
@@ -124,6 +125,25 @@ def test_rest_of_dead_pool_is_ended_by_descriptor_not_by_number(
             child.kill()
         assert child.wait(PATIENCE) == -signal.SIGTERM
     assert (found, numbers) == ([], [])
+
+
+def test_pool_stays_if_the_last_descriptor_is_that_of_its_process(
+    registry: KeptPoolRegistry, kept: KeptPoolEntry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.open
+
+    def fail_in_proc(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).startswith("/proc/"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return original(path, *args, **kwargs)
+
+    registry.write(kept)
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(processes, "process_status", lambda pid: [])  # as it reads without a descriptor
+        exhausted.setattr(os, "open", fail_in_proc)
+        with pytest.raises(OSError, match="Too many open files"):
+            registry.all()
+    assert registry.all() == [kept]
 
 
 def test_process_that_has_ended_gets_no_signal() -> None:

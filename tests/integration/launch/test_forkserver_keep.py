@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,28 @@ def test_only_one_has_it(door: str, ranks: ForkedRanks) -> None:
     with pytest.raises(StartError, match=f"process {os.getpid()} has it"):
         ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
     assert ranks.run(0, "1") == "1"
+
+
+def test_interrupted_attach_gives_the_fork_server_back(
+    door: str, ranks: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.warm.keep(door, Deadline(PATIENCE))
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    ranks.warm.detach()
+
+    def interrupt(condition: threading.Condition, predicate: object, timeout: float | None = None) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as waiting:
+        waiting.setattr(threading.Condition, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
+    assert [thread for thread in threading.enumerate() if thread.name == "hvdlab-forkserver"] == []
+    ranks.warm = ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
+    ranks.news.clear()
+    listen(ranks)
+    assert ranks.run(0, "x") == "5"
 
 
 def test_no_pool_waits_where_there_is_none(door: str) -> None:

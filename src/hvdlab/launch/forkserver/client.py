@@ -126,15 +126,22 @@ class ForkServer:
             StartError: There is none, or another process has it.
         """
         self = cls(ServerHandle.find(path, deadline), None, os.environ, program)
-        with self._lock:
-            self._changed.wait_for(
-                lambda: self._lifeline or self._refused or self._lost, deadline.remaining()
-            )
-            if self._lifeline is not None:
-                self._journal.remember(Keep(path))
-                self._kept = Kept(path)  # it has stayed already
-                return self
-            why = f"process {self._refused} has it" if self._refused else self._lost or "it does not answer"
+        try:
+            with self._lock:
+                self._changed.wait_for(
+                    lambda: self._lifeline or self._refused or self._lost, deadline.remaining()
+                )
+                if self._lifeline is not None:
+                    self._journal.remember(Keep(path))
+                    self._kept = Kept(path)  # it has stayed already
+                    return self
+                why = (
+                    f"process {self._refused} has it" if self._refused else self._lost or "it does not answer"
+                )
+        except BaseException:
+            # Also after Ctrl-C: the reading thread would keep the connection, and the fork server refuse everyone.
+            self.detach()
+            raise
         self.detach()
         raise StartError(f"the pool at {path} can't be attached to: {why}")
 

@@ -151,7 +151,7 @@ class CoordinatorServer:
         self.alone = True
         try:
             self.on_alone()
-        # No descriptor is left, as a rule. The ranks need this service more than what is called here.
+        # No descriptor is left, as a rule. The ranks need this service more than the starter's end needs the callback.
         except OSError as error:
             self._log.warning("the end of the starter is not quite followed: %s", error)
         # A pipe at its end stays readable: watched further, it would keep the loop awake while the coordinator lingers.

@@ -295,7 +295,7 @@ class RankLifecycle:
             ready = self.ready()
             try:
                 self.kill([rank for rank in new if rank not in before or rank not in ready])
-            finally:  # the starter may be what has failed
+            finally:  # also if the kill fails, as where the starter is broken
                 self.handle(PoolSizeSet(before))
             raise
         self._wait_left(deadline)

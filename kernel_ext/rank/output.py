@@ -467,7 +467,7 @@ class OutputQueue:
         fds = self._fds
         assert fds is not None
         # A finalizer prints on a thread that owns `_lock`: the thread that reads now would wait for it, and this one for the pipes.
-        # What is in them comes after the finalizer's text then.
+        # Output that waits in the pipes comes after the finalizer's text then.
         if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks it
             return
         with fds.lock:

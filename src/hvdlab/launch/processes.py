@@ -56,7 +56,7 @@ def open_process(pid: int, started: int) -> int:
         return descriptor
     try:
         if not found and not readable(descriptor, 0):
-            # It lives. If its descriptor was the last one, -1 would tell callers to remove what is left of it.
+            # It lives. If its descriptor was the last one, -1 would make callers remove its files.
             os.close(os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):

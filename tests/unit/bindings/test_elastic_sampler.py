@@ -99,7 +99,7 @@ def test_batches_that_are_recorded_are_not_given_out_again(place: Place) -> None
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_ranks_that_reset_after_equal_batches_divide_the_rest(place: Place, shuffle: bool) -> None:
     pair = samplers(place, 2, 10, shuffle=shuffle)
-    for _ in range(2):  # the second time, what was recorded before the first reset still counts
+    for _ in range(2):  # the second time, batches of before the first reset still count
         given: set[int] = set()
         for rank, sampler in enumerate(pair):
             place(rank, 2)

@@ -18,6 +18,6 @@ def mxnet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # The import sets the framework whose errors those of stores are from then on.
     monkeypatch.setattr(KVStoreError, "_framework", KVStoreError._framework)
     yield
-    # With what was imported over the fake: another test would otherwise find it in place of MXNet's binding.
+    # With the modules that were imported over the fake: another test would otherwise find them in place of MXNet's binding.
     for name in [name for name in sys.modules if name == "hvdlab.mxnet" or name.startswith("hvdlab.mxnet.")]:
         del sys.modules[name]

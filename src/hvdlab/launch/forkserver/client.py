@@ -139,7 +139,7 @@ class ForkServer:
                     f"process {self._refused} has it" if self._refused else self._lost or "it does not answer"
                 )
         except BaseException:
-            # Also after Ctrl-C: the reading thread would keep the connection, and the fork server refuse everyone.
+            # Also after Ctrl-C: the reading thread would keep the connection, and the fork server refuse every other process.
             self.detach()
             raise
         self.detach()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 from queue import SimpleQueue
 from typing import ClassVar, Generic, Protocol, TypeVar
 
@@ -79,6 +80,9 @@ class GpuGroup(Generic[Begun]):
         self._stopping = threading.Event()
         #: Operations that were begun and have not ended, by number. Under ``_guard``.
         self._under_way: dict[int, PendingCompletion] = {}
+        #: Tensors of the operation that is being enqueued. If an interrupt ends that in the middle they stay here until the end of the
+        #: group: GPUs may write to them, and their owner frees them with the last reference.
+        self._being_enqueued: Sequence[CudaBuffer] = ()
         #: After a stop: no GPU writes to this member's tensors any more, as far as can be known.
         self._quiet = threading.Event()
         self._drainer: threading.Thread | None = None
@@ -145,6 +149,7 @@ class GpuGroup(Generic[Begun]):
         with self._guard:
             self._under_way[begun.number] = begun.pending
         self._ends.put(begun)
+        self._being_enqueued = ()  # not before: from here on the watcher keeps them
 
     def clear(self, buffer: CudaBuffer) -> None:
         """Set a tensor of the next operation to zero.
@@ -211,7 +216,7 @@ class GpuGroup(Generic[Begun]):
         self._is_stuck = not self._leave_gpu()
         with self._guard:
             pending = list(self._under_way.values())
-        if pending:
+        if pending or self._being_enqueued:
             self._await_others()
         self._quiet.set()
         if self._is_stuck:
@@ -273,6 +278,7 @@ class GpuGroup(Generic[Begun]):
         # A GPU that has failed frees all when the process ends.
         with contextlib.suppress(DeviceFailed), self._device:
             self._resources.close()
+        self._being_enqueued = ()
         self._free_host()
 
     def _free_host(self) -> None:

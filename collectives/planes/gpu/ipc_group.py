@@ -189,9 +189,8 @@ class IpcGroup(GpuGroup[_Begun]):
         number = self._number + 1
         self._await_place(number)
         self._number = number
-        marks = {
-            buffer.after.event for buffer in (*operation.ins, *operation.outs) if buffer.after is not None
-        }
+        self._being_enqueued = (*operation.ins, *operation.outs)
+        marks = {buffer.after.event for buffer in self._being_enqueued if buffer.after is not None}
         unfinished = [mark for mark in marks if not device.has_come(mark)]
         for mark in unfinished:
             device.wait_event(stream, mark)

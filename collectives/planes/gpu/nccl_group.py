@@ -171,6 +171,7 @@ class NcclGroup(GpuGroup[_Enqueued]):
         number = self._number + 1
         self._await_place(number)
         self._number, self._table_bytes = number, 0
+        self._being_enqueued = tensors
         self._wait_for(tensors)
         enqueue()
         event, pending = self._record(self.stream), PendingCompletion()

@@ -13,7 +13,14 @@ import pytest
 
 from hvdlab.collectives.planes.base import KeyValue, PhaseTimes, Plane
 from hvdlab.collectives.planes.gpu import gpu_plane
-from hvdlab.collectives.planes.gpu.gpu_plane import CudaBuffer, buffer_on_stream
+from hvdlab.collectives.planes.gpu.gpu_group import GpuGroup
+from hvdlab.collectives.planes.gpu.gpu_plane import (
+    CudaBuffer,
+    GpuPlane,
+    StreamMark,
+    allocated,
+    buffer_on_stream,
+)
 from hvdlab.collectives.types import DType, ReduceOp, Reduction
 from support.fakes.cuda import FakeCuda, FakeGpus, bytes_at
 from support.patience import PATIENCE
@@ -66,6 +73,32 @@ def value_of(buffer: CudaBuffer) -> float:
 def begun(plane: Plane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
     """An allreduce in place."""
     return plane.start_allreduce([buffer], [buffer], DType.F32, Reduction(ReduceOp.SUM, factor), PhaseTimes())
+
+
+def assert_an_interrupt_leaves_tensors_to_the_gpu(
+    plane: GpuPlane[Any], gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupt a member of a plane, whose GPU has work to do before the operation, while that is enqueued; it ends the plane."""
+    stream, computed = gpu.new_stream(), threading.Event()
+    gpu._put(stream, lambda: computed.wait() and None)
+    tensor = allocated(gpu, 0, (COUNT,), DType.F32)
+    tensor.after = StreamMark(gpu, stream)
+    pointer = tensor.pointer
+
+    def interrupted(group: object, begun: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GpuGroup, "_add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            begun(plane, tensor)
+    del tensor  # as a cell that ends by the interrupt does
+    plane.abort()  # as the executor does
+    assert gpu.allocation_of(pointer) is not None, "a GPU that goes on writes to it"
+    computed.set()
+    plane.close()
+    assert gpu.allocation_of(pointer) is None
+    gpu.end_stream(stream)
 
 
 def outcome(completion: Any) -> Exception | None:

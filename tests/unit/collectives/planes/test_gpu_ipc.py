@@ -20,7 +20,16 @@ from hvdlab.collectives.planes.gpu.ipc_plane import CudaPlane
 from hvdlab.collectives.types import SUM, DType, ReduceOp, Reduction
 from support.fakes.cuda import FakeCuda, bytes_at
 from support.patience import PATIENCE
-from support.ranks.gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
+from support.ranks.gpu_members import (
+    COUNT,
+    Store,
+    assert_an_interrupt_leaves_tensors_to_the_gpu,
+    begun,
+    on_gpu,
+    outcome,
+    simulated_gpu,
+    value_of,
+)
 
 
 @pytest.fixture
@@ -107,6 +116,12 @@ def test_an_abort_ends_what_waits_for_a_stream_that_goes_on_for_long(alone: Cuda
     alone.close()
     del completion, buffer
     gpu.end_stream(stream)
+
+
+def test_tensors_of_an_operation_whose_enqueuing_is_interrupted_stay_until_the_gpu_is_done(
+    alone: CudaPlane, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_an_interrupt_leaves_tensors_to_the_gpu(alone, gpu, monkeypatch)
 
 
 def test_a_rank_that_has_joined_takes_part_with_zeros_that_are_freed_afterwards(

@@ -31,7 +31,16 @@ from support.fakes import nccl as fake_nccl
 from support.fakes.cuda import FakeCuda, bytes_at
 from support.fakes.nccl import FakeCommunicator
 from support.patience import PATIENCE
-from support.ranks.gpu_members import COUNT, Store, begun, on_gpu, outcome, simulated_gpu, value_of
+from support.ranks.gpu_members import (
+    COUNT,
+    Store,
+    assert_an_interrupt_leaves_tensors_to_the_gpu,
+    begun,
+    on_gpu,
+    outcome,
+    simulated_gpu,
+    value_of,
+)
 
 
 @pytest.fixture
@@ -249,6 +258,12 @@ def test_an_abort_ends_a_wait_and_a_new_group_works_in_the_same_process(
     assert [value_of(one) for one in tensors] == [6.0, 6.0]
     for plane in anew:
         plane.close()
+
+
+def test_tensors_of_an_operation_whose_enqueuing_is_interrupted_stay_until_the_gpu_is_done(
+    two: list[NcclPlane], gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_an_interrupt_leaves_tensors_to_the_gpu(two[0], gpu, monkeypatch)
 
 
 def test_a_member_that_has_stopped_believes_no_result(two: list[NcclPlane], gpu: FakeCuda) -> None:

@@ -88,7 +88,7 @@ class Client:
         #: Whether this client gets events, also from a successor.
         self._subscribed = False
         self._taken = 0  # the number of the last batch of events
-        #: Calls for the thread of the present connection, or of the next one.
+        #: Calls for the thread of the present connection; those that are left at its end are for the next one.
         self._calls: deque[Callable[[], None]] = deque()
         # Callbacks are added and called on the client's thread only, by ``_call``, so that these lists need no lock.
         self._mail: dict[str, list[Callable[[int, bytes], Any]]] = {}
@@ -114,7 +114,7 @@ class Client:
         # On another host a process id says nothing about a process of this one.
         pid = welcome.pid if self._address.is_local else 0
         self._welcome = welcome
-        self._connection = ClientConnection(endpoint, pid, self._calls, self._handle, self._end)
+        self._connection = ClientConnection(endpoint, pid, self)
         self._connection.start()
 
     @classmethod
@@ -552,7 +552,7 @@ class Client:
         """Take leave of the coordinator and end the thread. Idempotent; the ranks continue."""
         with self._changed:
             first = not self._closing
-            # From here on the end of the connection is no loss, and _end() reports none.
+            # From here on the end of the connection is no loss, and connection_ended() reports none.
             self._closing = True
         if first:
             with contextlib.suppress(CoordinatorLostError):
@@ -597,14 +597,24 @@ class Client:
                 raise CoordinatorLostError(self._lost)
         raise TimeoutError(f"{what} did not come within {deadline.seconds:g} s")
 
-    # -- the client's thread --------------------------------------------------------------------------------------
+    # -- the client's thread: its connection calls these ----------------------------------------------------------
 
-    def _end(self, reason: str) -> None:
+    def run_calls(self) -> None:
+        """Run the queued calls."""
+        while self._calls:
+            self._calls.popleft()()
+
+    def connection_ended(self, reason: str) -> None:
+        """Take note that the connection has ended, as the last thing that its thread does.
+
+        Args:
+            reason: Why it has ended.
+        """
         lost = not self._closing
         with self._changed:
             self._lost = reason
             self._changed.notify_all()
-        self._connection.run_calls()
+        self.run_calls()
         with self._changed:
             # Both under the lock: on_lost() has either added its callback by now, or finds the mark and makes the call itself.
             callbacks, self._loss_reported = tuple(self._on_lost), True
@@ -612,7 +622,8 @@ class Client:
             for callback in callbacks:
                 self._invoke(callback, reason)
 
-    def _handle(self, message: m.ToPeer) -> None:
+    def take_message(self, message: m.ToPeer) -> None:
+        """Handle a message of the coordinator."""
         if isinstance(message, m.Mail) and message.topic == m.COLLECTED:
             with self._changed:
                 # An answer that comes after its caller has given up goes into a set that nothing reads.
@@ -772,24 +783,14 @@ class ClientConnection:
     Args:
         endpoint: The connection, which this object owns from now on.
         pid: The coordinator's process if it is on this host, 0 otherwise.
-        calls: Calls for the thread to run; those that are left at the end are for the next connection.
-        take: Called on the thread with each message.
-        ended: Called on the thread with the reason, as the last thing that it does.
+        client: The client, which handles the messages, the queued calls and the end on the thread.
 
     Attributes:
         thread: The thread that reads.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        pid: int,
-        calls: deque[Callable[[], None]],
-        take: Callable[[m.ToPeer], None],
-        ended: Callable[[str], None],
-    ) -> None:
-        self._endpoint, self._pid = endpoint, pid
-        self._calls, self._take, self._ended = calls, take, ended
+    def __init__(self, endpoint: Endpoint, pid: int, client: Client) -> None:
+        self._endpoint, self._pid, self._client = endpoint, pid, client
         self._closing = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
@@ -825,7 +826,7 @@ class ClientConnection:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wake_reader, selectors.EVENT_READ)
                 selector.register(self._endpoint, selectors.EVENT_READ)
-                heartbeat = Heartbeat(time.monotonic(), self._is_stopped)
+                heartbeat = Heartbeat(time.monotonic())
                 self._receive()  # bytes that came along with the handshake do not make the socket readable
                 while not self._closing:
                     self._step(selector, heartbeat)
@@ -836,7 +837,7 @@ class ClientConnection:
             self._endpoint.close()
             self._wake_reader.close()
             self._wake_writer.close()
-            self._ended(reason)
+            self._client.connection_ended(reason)
 
     def _is_stopped(self) -> bool:
         return self._pid > 0 and process_state(self._pid) in ("T", "t")
@@ -854,27 +855,22 @@ class ClientConnection:
                 # Before the messages are read: a part of one is a sign of life as well.
                 heartbeat.heard(time.monotonic())
                 self._receive()
-        self.run_calls()
+        self._client.run_calls()
         # After everything that has come is read: a client that was stopped itself finds the coordinator's answers before it counts the silence.
         now = time.monotonic()
         if heartbeat.asks(now):
             self._endpoint.send(m.Ping(0))
-        elif reason := heartbeat.lost(now):
+        elif heartbeat.overdue(now) and (reason := heartbeat.lost(now, stopped=self._is_stopped())):
             raise ConnectionLost(reason)
 
-    def run_calls(self) -> None:
-        """Run the queued calls. On the thread."""
-        while self._calls:
-            self._calls.popleft()()
-
     def _receive(self) -> None:
-        self.run_calls()  # a callback that was registered before a question must get the answer: register it first
+        self._client.run_calls()  # a callback that was registered before a question must get the answer: register it first
         for payload in self._endpoint.receive():
             message = decode_to_peer(payload)
             if isinstance(message, m.Ping):
                 self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
             else:
-                self._take(message)
+                self._client.take_message(message)
 
     def _linger(self) -> None:
         """Wait until the messages sent before close() have gone out, for a second at most."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -64,11 +63,9 @@ class Heartbeat:
 
     Args:
         now: The time, in monotonic seconds.
-        stopped: Returns whether the coordinator's process is known to be stopped.
     """
 
-    def __init__(self, now: float, stopped: Callable[[], bool]) -> None:
-        self._stopped = stopped
+    def __init__(self, now: float) -> None:
         self._heard = now
         #: Time of the unanswered ping, or ``None``.
         self._asked: float | None = None
@@ -85,14 +82,23 @@ class Heartbeat:
         self._asked = now
         return True
 
-    def lost(self, now: float) -> str:
-        """Return why it counts as lost, or an empty text. Call this after reading everything that has arrived."""
+    def overdue(self, now: float) -> bool:
+        """Return whether the answer is late enough to ask whether the process is stopped, for :meth:`lost`."""
+        return self._asked is not None and now - self._asked >= STOPPED_AFTER
+
+    def lost(self, now: float, *, stopped: bool) -> str:
+        """Return why it counts as lost, or an empty text. Call this after reading everything that has arrived.
+
+        Args:
+            now: The time, in monotonic seconds.
+            stopped: Whether the coordinator's process is known to be stopped.
+        """
         if self._asked is None:
             return ""
         waited = now - self._asked
         if waited >= SILENT_AFTER:
             return f"it has not answered for {waited:.0f} s"
-        if waited >= STOPPED_AFTER and self._stopped():
+        if waited >= STOPPED_AFTER and stopped:
             return "its process is stopped (SIGSTOP)"
         return ""
 

@@ -241,7 +241,7 @@ def conversion_of(dtype: DType) -> Conversion:
 class HalfFold:
     """Fold of float16 or bfloat16: widened to float32, reduced, rounded once."""
 
-    def __init__(self, dtype: DType, ufunc: Callable[..., Any]) -> None:
+    def __init__(self, dtype: DType, ufunc: np.ufunc) -> None:
         self._conversion = _conversions[dtype]
         self._ufunc = ufunc
         self._sum = np.empty(HALF_BLOCK, np.float32)

@@ -105,7 +105,7 @@ class Client:
         #: Whether the callbacks of :meth:`on_lost` have been called, or are being called.
         self._loss_reported = False
         self._on_reconnected: list[Callable[[Membership], Any]] = []
-        #: Names for users of the newest cells, by id.
+        #: Names for users of the newest cells, by id. The recording reads them while this changes: never replace the dict.
         self._labels: dict[str, str] = {}
         self._recording: Recording | None = None
         self._use(endpoint, welcome)
@@ -387,7 +387,7 @@ class Client:
         self._fill(recording)
 
     def _fill(self, recording: Recording) -> None:
-        recording.label = self._label_of
+        recording.labels = self._labels
         if self._closing:
             recording.close()
             return
@@ -397,9 +397,6 @@ class Client:
         # If the coordinator is lost, reconnect() subscribes with its successor.
         with contextlib.suppress(CoordinatorLostError):
             self.on_events(recording.feed)
-
-    def _label_of(self, cell: str) -> str:
-        return self._labels.get(cell, cell)
 
     def gathered(self, timeout: float = ANSWERS_WITHIN) -> Recording:
         """Return :attr:`recording` with all that the ranks have recorded by now, except ranks that do not answer in ``timeout`` seconds.

@@ -231,13 +231,14 @@ class Annotations:
         rank: int,
         event: CellBeginEvent | CellEndEvent | AbortEvent,
         offset_ns: int,
-        label: Callable[[str], str],
+        labels: Mapping[str, str],
     ) -> None:
-        """Add an event that a rank recorded."""
+        """Add an event that a rank recorded; ``labels`` has the names of cells for users, by id."""
         at = event.time_ns + offset_ns
         if isinstance(event, CellBeginEvent):
-            self._running[rank] = label(event.cell)
-            self._open[rank, event.cell] = self._put(Annotation("cell", rank, at, None, label(event.cell)))
+            label = labels.get(event.cell, event.cell)
+            self._running[rank] = label
+            self._open[rank, event.cell] = self._put(Annotation("cell", rank, at, None, label))
         elif isinstance(event, CellEndEvent):
             self._running.pop(rank, None)
             number = self._open.pop((rank, event.cell), None)
@@ -365,10 +366,9 @@ class Recording:
 
     Args:
         limit: Rows to keep: one per tensor, collective and rank, 72 bytes each.
-        label: Returns the name of a cell for users, from its id.
 
     Attributes:
-        label: As above.
+        labels: Names of cells for users, by id; a cell without one is shown by its id.
         origin_ns: Where the time axis begins; ``None`` until something came. Times elsewhere are on the clock of the
             host that was heard first.
         names, sites: NameTable of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
@@ -381,7 +381,7 @@ class Recording:
         cleared_end: Number of the first row after the last :meth:`clear`.
     """
 
-    def __init__(self, limit: int = ROWS_KEPT, *, label: Callable[[str], str] = str) -> None:
+    def __init__(self, limit: int = ROWS_KEPT) -> None:
         self.origin_ns: int | None = None
         self._names = NameTable()
         self.names = self._names.names
@@ -392,7 +392,7 @@ class Recording:
         self.when_paused: list[Callable[[], None]] = []
         self.cleared = self.cleared_end = 0
         self.cleared_ns: int | None = None
-        self.label = label
+        self.labels: Mapping[str, str] = {}
         self._rows = RowStore(limit)
         self._annotations = Annotations()
         self._series = SeriesStore()
@@ -486,7 +486,7 @@ class Recording:
     def _add_event(self, rank: int, event: object, offset_ns: int) -> None:
         if isinstance(event, CellBeginEvent | CellEndEvent | AbortEvent):
             self._set_origin(event.time_ns + offset_ns)
-            self._annotations.event(rank, event, offset_ns, self.label)
+            self._annotations.event(rank, event, offset_ns, self.labels)
             with self.failures.guard(SERIES):
                 if isinstance(event, CellBeginEvent):
                     self._derived.cell_began(rank, event.time_ns + offset_ns)

@@ -111,7 +111,8 @@ def test_many_ranks_are_a_band_with_a_line() -> None:
 
 def cells(kind: str) -> Recording:
     """A rank with two cells, ten seconds apart, of which each has three points; then it is idle for long."""
-    recording = Recording(label="[{}]".format)
+    recording = Recording()
+    recording.labels = {"1": "[1]", "2": "[2]"}
     events: list[Event] = []
     for cell, begin in ((1, 0), (2, 13)):
         events.append(CellBeginEvent(str(cell), START + begin * SECOND - 1))

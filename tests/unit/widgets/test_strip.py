@@ -25,6 +25,8 @@ from hvdlab.widgets.strip import StripWidget, cell_begin, summary_html
 from support.patience import PATIENCE
 from support.timeline_traces import START_NS, steps
 
+LABELS = {"7": "[7]", "8": "[8]"}
+
 shown: list[Any] = []
 
 
@@ -35,7 +37,8 @@ def show(*arguments: Any) -> None:
 @pytest.fixture
 def strip() -> Iterator[StripWidget]:
     shown.clear()
-    recording = Recording(label="[{}]".format)
+    recording = Recording()
+    recording.labels = LABELS
     recording.feed(0, encode(0, [CellBeginEvent("7", START_NS - 5000)]))
     widget = StripWidget(recording, range(4), "[7]", time.monotonic(), show)
     yield widget
@@ -205,7 +208,8 @@ def test_only_the_cell_itself_counts() -> None:
 
 def test_nothing_of_earlier_cells_is_claimed_where_the_cell_s_begin_comes_late() -> None:
     """Ranks that call no collective report the begin of their cell late, or after its end."""
-    recording = Recording(label="[{}]".format)
+    recording = Recording()
+    recording.labels = LABELS
     for rank, batch in steps(2, 5):
         recording.feed(rank, batch)
     widget = StripWidget(recording, range(2), "[8]", time.monotonic(), show)

@@ -506,7 +506,8 @@ def test_the_table_of_ranks_is_alive_while_a_cell_runs_and_ended_with_the_pool(
 
     monkeypatch.setattr(ranks_widget, "HEARTBEAT", 0.02)
     monkeypatch.setattr(ranks_widget, "RANKS_INTERVAL", 0.01)
-    recording, sent = Recording(label="[{}]".format), threading.Semaphore(0)
+    recording, sent = Recording(), threading.Semaphore(0)
+    recording.labels = {"7": "[7]"}
     recording.take_membership(Membership(members=(Member(0, pid=100, host="host"),)))
     recording.feed(0, encode(0, [CellBeginEvent("7", START_NS)]))
     monkeypatch.setattr(ranks_widget.RanksWidget, "send", lambda *_: sent.release())

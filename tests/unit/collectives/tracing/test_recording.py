@@ -279,7 +279,8 @@ def test_shares_of_a_rank_are_those_of_its_intervals() -> None:
 
 
 def test_cells_aborts_and_ranks_that_die() -> None:
-    recording = Recording(label={"ab12": "[7]"}.__getitem__)
+    recording = Recording()
+    recording.labels = {"ab12": "[7]"}
     members = tuple(m.Member(rank, "h", 100 + rank) for rank in (0, 1))
     recording.feed(0, encode(0, [CellBeginEvent("ab12", START)], clock=clock_domain()))
     recording.feed(1, encode(1, [CellBeginEvent("ab12", START + 5)], clock=clock_domain()))

@@ -225,7 +225,7 @@ def export(exporter: Exporter, pool: Any = None, *, names: str | Sequence[str] =
 
     recording = recording_of(pool)
     checked(exporter)
-    return RecordingExport(recording, exporter, patterns(names), lambda name: name.startswith(DERIVED))
+    return RecordingExport(recording, exporter, patterns(names), DERIVED)
 
 
 def _missing(error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -86,18 +86,14 @@ class PointReader:
 
     Batches of hosts whose clock has not been compared with this host's yet are held until it has been.
 
-    Args:
-        offset: Seconds from ``CLOCK_MONOTONIC`` to the time of day.
-
     Attributes:
         refused: How many batches could not be read.
         dropped: How many metrics were dropped because too many batches were held.
     """
 
-    def __init__(self, offset: Callable[[], float] = time_of_day) -> None:
+    def __init__(self) -> None:
         self.refused = 0
         self.dropped = 0
-        self._offset = offset
         self._alignment = Alignment()
         self._alignment.observe(clock_domain())
         #: Batches with metrics of hosts whose clock has not been compared yet, oldest first.
@@ -138,7 +134,7 @@ class PointReader:
         if aligned is None:
             self._hold(batch)
             return []
-        offset = self._offset() + aligned[0] / 1e9
+        offset = time_of_day() + aligned[0] / 1e9
         return [
             Point(head.rank, event.name, event.value, event.step, event.time_ns / 1e9 + offset)
             for event in _events(batch, head, types, RecordType.METRIC)
@@ -320,7 +316,7 @@ class RecordingExport(Export):
         recording: The recording.
         exporter: Gets the points.
         names: Patterns of the metrics to export.
-        amended: Whether the points of a series may be changed after they came.
+        amended: Beginnings of the names of series whose points may be changed after they came.
         interval: Seconds between two looks.
     """
 
@@ -329,7 +325,7 @@ class RecordingExport(Export):
         recording: Recording,
         exporter: Exporter,
         names: Iterable[str],
-        amended: Callable[[str], bool],
+        amended: tuple[str, ...],
         interval: float = INTERVAL,
     ) -> None:
         super().__init__(exporter, names)
@@ -412,7 +408,7 @@ class RecordingExport(Export):
             one = series[number]
             when = time_ns / 1e9 + offset
             point = Point(one.rank, one.name, value, None if math.isnan(step) else int(step), when)
-            if self._amended(one.name):
+            if one.name.startswith(self._amended):
                 self._may_change[one.rank, one.name, time_ns] = point
             else:
                 ready.append(point)

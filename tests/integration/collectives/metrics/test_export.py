@@ -15,6 +15,7 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError, NotInitializedError
+from hvdlab.collectives.metrics import export as metric_export
 from hvdlab.collectives.metrics.export import (
     BATCHES_HELD,
     MOST_AT_ONCE,
@@ -163,8 +164,9 @@ def test_what_comes_after_the_end_is_ignored() -> None:
 SECOND = 10**9
 
 
-def test_points_have_the_time_of_day() -> None:
-    reader = PointReader(lambda: 1_000_000.0)
+def test_points_have_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_export, "time_of_day", lambda: 1_000_000.0)
+    reader = PointReader()
     events = [
         CellBeginEvent("c", SECOND),
         Metric("loss", 0.5, 3, 2 * SECOND),
@@ -176,8 +178,9 @@ def test_points_have_the_time_of_day() -> None:
     ]
 
 
-def test_other_hosts_clocks_are_brought_onto_this_ones() -> None:
-    reader = PointReader(lambda: 1_000_000.0)
+def test_other_hosts_clocks_are_brought_onto_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metric_export, "time_of_day", lambda: 1_000_000.0)
+    reader = PointReader()
     far, here = clock_domain() + 1, clock_domain()
     # The coordinator's clock is 4 s ahead of this host's and 3 s behind that of the other.
     sample = ClockSample(SECOND, -3 * SECOND, 0)
@@ -199,7 +202,7 @@ def test_what_can_not_be_aligned_for_long_is_dropped_and_counted() -> None:
 
 
 def test_held_batch_that_is_damaged_takes_no_other_along() -> None:
-    reader = PointReader(lambda: 0.0)
+    reader = PointReader()
     far = clock_domain() + 1
     good = encode(1, [Metric("loss", 0.5, 3, 20 * SECOND)], clock=far)
     at = len(good) - RECORD_BYTES + RECORD.fields["name"][1]

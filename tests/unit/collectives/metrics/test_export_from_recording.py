@@ -118,7 +118,7 @@ def test_only_what_is_wanted_goes() -> None:
 
 def test_what_may_still_change_is_handed_over_once_it_is_final() -> None:
     recording, kept = Recording(), Kept()
-    export = RecordingExport(recording, kept, ["*"], lambda name: name == "derived", interval=0.01)
+    export = RecordingExport(recording, kept, ["*"], ("derived",), interval=0.01)
     feed(recording, 0, Metric("derived", 0.5, None, 10 * SECOND), Metric("first", 0.0, None, 12 * SECOND))
     assert [one.name for one in kept.wait_for(1)] == ["first"]
     feed(recording, 0, Metric("derived", 0.6, None, 10 * SECOND))  # the same second, known better now

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from hvdlab.collectives import system
@@ -218,24 +218,16 @@ class Thinning:
 
 
 class Sampler:
-    """Thread that samples sources until it is closed.
+    """Thread that samples the sources of :func:`find_sources` until it is closed.
 
     Args:
         record: Called with name, value, no step and the time in ns; must neither block nor raise.
-        sources: Makes the sources; called on the sampler's thread, since the search for devices may be slow.
         interval: Seconds between two samples; 0.01 at least.
         label: Goes into the thread's name; the rank.
     """
 
-    def __init__(
-        self,
-        record: Record,
-        sources: Callable[[], Sequence[Source]],
-        interval: float,
-        label: str,
-    ) -> None:
+    def __init__(self, record: Record, interval: float, label: str) -> None:
         self._record = record
-        self._make_sources = sources
         self._interval = max(interval, LEAST_INTERVAL)
         self._thinning = Thinning()
         self._closing = threading.Event()
@@ -250,7 +242,7 @@ class Sampler:
             self._thread.join(timeout)
 
     def _run(self) -> None:
-        sources = list(self._make_sources())
+        sources = find_sources()  # here, on this thread: the search for devices may be slow
         try:
             due = time.monotonic()
             while sources:
@@ -281,9 +273,10 @@ class Sampler:
 
 def sample_rank(record: Record, interval: float, rank: int) -> Sampler | None:
     """Begin to sample this process and its GPUs every ``interval`` seconds; ``None`` if that is 0."""
-    return Sampler(record, _sources, interval, str(rank)) if interval > 0 else None
+    return Sampler(record, interval, str(rank)) if interval > 0 else None
 
 
-def _sources() -> list[Source]:
+def find_sources() -> list[Source]:
+    """Return the sources that there are: this process, and its GPUs if it has any."""
     gpus = GpuUsage.find()
     return [ProcessUsage()] if gpus is None else [ProcessUsage(), gpus]

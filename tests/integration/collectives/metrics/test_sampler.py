@@ -124,11 +124,14 @@ class Counting:
 
 
 class Sampling:
-    """Sampler whose records are waited for."""
+    """Sampler of these sources, whose records are waited for."""
 
     def __init__(self, *sources: Source, interval: float = 0.02) -> None:
         self.records: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
-        self.sampler = Sampler(lambda *one: self.records.put(one), lambda: sources, interval, "test")
+        # Until the end: the sampler looks for its sources on its own thread.
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(sampler, "find_sources", lambda: list(sources))
+        self.sampler = Sampler(lambda *one: self.records.put(one), interval, "test")
 
     def take(self, count: int) -> list[Recorded]:
         return [self.records.get(timeout=PATIENCE) for _ in range(count)]
@@ -138,6 +141,7 @@ class Sampling:
 
     def __exit__(self, *_: object) -> None:
         self.sampler.close(10)
+        self._patch.undo()
 
 
 def test_samples_come_until_it_is_closed() -> None:

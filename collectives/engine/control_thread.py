@@ -357,6 +357,11 @@ class ControlHandlers:
             else:
                 self._handle(message)
 
+    @property
+    def elastic(self) -> bool:
+        """Return whether this rank trains elastically. Any thread."""
+        return self._locked.state.elastic
+
     def flush(self) -> None:
         self._locked.flush()
 

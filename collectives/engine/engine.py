@@ -86,9 +86,7 @@ class Engine:
         )
         hello = introduction(settings, rank)
         #: Finds a successor after the loss of the coordinator.
-        self._reconnecting = RankReconnect(
-            settings, hello, incarnation, self._handlers, self._control, self._may_return
-        )
+        self._reconnecting = RankReconnect(settings, hello, incarnation, self._handlers, self._control)
         self._inline = InlineExecutor(locked, endpoint, self._control, self._executor)
         self._bypass = CoordinatorBypass(locked, self._executor, self._spans)
         self._waiter = HandleWaiter(rank, locked, self._inline, self._executor, self.hooks, self._bypass)
@@ -132,13 +130,6 @@ class Engine:
             dead_after=settings.dead_after,
         )
         return cls(settings, endpoint, welcome.rank, welcome.incarnation)
-
-    def _may_return(self) -> bool:
-        """Return whether this rank can return when the others have continued without it.
-
-        It needs a point at which it joins the others again: a restart of training, or the next cell. A script has no such point.
-        """
-        return self.settings.cells_tracked or self._locked.state.elastic
 
     # -- the world ------------------------------------------------------------------------------------------------
 

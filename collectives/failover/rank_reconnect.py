@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -39,7 +38,6 @@ class RankReconnect:
         incarnation: Incarnation of the coordinator that this rank is connected to.
         handlers: Gets the new connection, or gives up if there is none.
         control: Control thread, which continues with the new connection.
-        returns: Returns whether this rank can come back when the others have continued without it.
 
     Attributes:
         incarnation: As above, of the latest connection.
@@ -52,10 +50,8 @@ class RankReconnect:
         incarnation: int,
         handlers: ControlHandlers,
         control: Control,
-        returns: Callable[[], bool] = lambda: False,
     ) -> None:
         self.incarnation = incarnation
-        self._returns = returns
         # The fault that ends this rank's connection to a living coordinator would end the next one as well, and each return costs the
         # others a generation.
         self._returned = RestartLimit()
@@ -138,7 +134,11 @@ class RankReconnect:
         self._control.call(lambda: self._handlers.give_up(f"{reason}; {why}"))
 
     def _may_return(self) -> bool:
-        return self._returns() and not self._returned.reached
+        """Return whether this rank can return when the others have continued without it, and has not done so too often.
+
+        It needs a point at which it joins the others again: a restart of training, or the next cell. A script has no such point.
+        """
+        return (self._settings.cells_tracked or self._handlers.elastic) and not self._returned.reached
 
     def _deadline(self, at_most: float | None = None) -> Deadline:
         seconds = LONGER * self._settings.reattach

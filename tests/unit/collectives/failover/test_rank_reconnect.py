@@ -35,10 +35,10 @@ class Waiting(RankReconnect):
         self._seconds, self._error = seconds, error
         monkeypatch.setattr(rank_reconnect, "Deadline", lambda limit: Deadline(limit, clock=lambda: self.now))
         monkeypatch.setattr(rank_reconnect, "PAUSE", 0.0)
-        dispatcher: Any = SimpleNamespace(give_up=self.ended.put)
+        dispatcher: Any = SimpleNamespace(give_up=self.ended.put, elastic=returns)
         control: Any = SimpleNamespace(call=lambda call: call())
         settings = Settings(coordinator="unix:/nowhere", reattach=10.0, cut_off=cut_off)
-        super().__init__(settings, m.Hello(1, "", "rank", 0), 0, dispatcher, control, lambda: returns)
+        super().__init__(settings, m.Hello(1, "", "rank", 0), 0, dispatcher, control)
 
     def _connect(self, deadline: Deadline) -> Any:
         self.attempts += 1

@@ -464,7 +464,7 @@ class ControlHandlers:
             effect.options,
             on_chunks=partial(self._chunks_measured, effect.process_set, effect.generation),
         )
-        self._executor.prepare(PlaneSlot(effect.plane, HOST, context, store.abort))
+        self._executor.prepare(PlaneSlot(effect.plane, HOST, context))
         for device, plane in effect.device_planes.items():
             apart = replace(
                 context,
@@ -475,7 +475,7 @@ class ControlHandlers:
                 on_links=partial(self._linked, effect.process_set, effect.generation),
                 on_chosen=partial(self._plane_chosen, effect.process_set, effect.generation, device),
             )
-            self._executor.prepare(PlaneSlot(plane, device, apart, store.abort))
+            self._executor.prepare(PlaneSlot(plane, device, apart))
 
     def _linked(self, process_set: int, generation: int, links: Links) -> None:
         """Keep and record the connections that a plane of GPUs has found. Executor thread."""

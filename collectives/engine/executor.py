@@ -47,8 +47,7 @@ class PlaneSlot:
     Args:
         name: Name of the plane.
         device: The device class that it is for.
-        context: Members, options and memory, from which the plane is built.
-        on_abort: Called by :meth:`abort`.
+        context: Members, options and memory, from which the plane is built, and the store, which ends with its generation.
 
     Attributes:
         scope: Process set, generation and device class.
@@ -61,7 +60,7 @@ class PlaneSlot:
         outdated: Whether a newer generation has begun; the plane is closed once nothing is under way. Belongs to the executor.
     """
 
-    def __init__(self, name: str, device: str, context: PlaneContext, on_abort: Callable[[], None]) -> None:
+    def __init__(self, name: str, device: str, context: PlaneContext) -> None:
         self.name = name
         self.context = context
         self.scope: Scope = (context.process_set, context.generation, device)
@@ -70,7 +69,6 @@ class PlaneSlot:
         self.plane: Plane | None = None
         self.aborted = False
         self.error: Exception | None = None
-        self._on_abort = on_abort
         #: Channels of messages, once a message has used them.
         self._pairs: PeerPlanes | None = None
         #: Whether the plane is connected.
@@ -111,14 +109,15 @@ class PlaneSlot:
             self.plane.tune(slice_bytes)
 
     def abort(self) -> None:
-        """End the operations that run on the plane. Any thread; never blocks."""
+        """End the operations that run on the plane, and the waits for values of the store. Any thread; never blocks."""
         # The mark before the plane is read; open() and pairs() store in the other order.
         self.aborted = True
         if self.plane is not None:
             self._try(self.plane.abort)
         if self._pairs is not None:
             self._try(self._pairs.abort)
-        self._on_abort()
+        if self.context.store is not None:
+            self.context.store.abort()
 
     def close(self) -> None:
         if self._closed:

@@ -52,6 +52,10 @@ class KeyValue(ABC):
     def get(self, key: str, timeout: float) -> bytes:
         """Return the value of a key, and wait until it exists. Raises ``TimeoutError`` after ``timeout`` seconds, ``PlaneAborted`` on abort."""
 
+    def abort(self) -> None:
+        """End the waits of this and all later calls. Never blocks; does nothing in a store whose waits end by their limits alone."""
+        return
+
 
 def _nothing_to_do(known: object, /) -> None: ...
 
@@ -68,6 +72,9 @@ class ScopedStore(KeyValue):
 
     def get(self, key: str, timeout: float) -> bytes:
         return self._store.get(self._prefix + key, timeout)
+
+    def abort(self) -> None:
+        self._store.abort()
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ def test_planes_come_on_one_thread_while_they_go_on_another() -> None:
         for generation in range(300):
             for process_set in range(20):
                 plane = PlaneContext(process_set, generation, 0, 1, (0,), ("here",))
-                executor.prepare(PlaneSlot("local", HOST, plane, lambda: None))
+                executor.prepare(PlaneSlot("local", HOST, plane))
                 executor.close_older(process_set, generation)
     finally:
         sys.setswitchinterval(interval)

@@ -11,7 +11,7 @@ import pytest
 from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
 from hvdlab.collectives.engine.requests import Result
-from hvdlab.collectives.planes.base import HOST, PhaseTimes, PlaneContext
+from hvdlab.collectives.planes.base import HOST, KeyValue, PhaseTimes, PlaneContext, ScopedStore
 from hvdlab.collectives.planes.host import LocalPlane
 from support.patience import PATIENCE
 
@@ -51,24 +51,39 @@ def executor() -> Iterator[Executor]:
     assert not any(thread.is_alive() for thread in made.threads)
 
 
-def add_failing_plane(executor: Executor, ended: threading.Event) -> PlaneSlot:
-    context = PlaneContext(0, 1, 0, 1, (0,), ("here",), None, -1, "", {})
-    slot = PlaneSlot("failing", HOST, context, ended.set)
+class EndingStore(KeyValue):
+    """Store without values that notes its abort."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, timeout: float) -> bytes:
+        raise TimeoutError(key)
+
+    def abort(self) -> None:
+        self.ended.set()
+
+
+def add_failing_plane(executor: Executor, store: KeyValue) -> PlaneSlot:
+    context = PlaneContext(0, 1, 0, 1, (0,), ("here",), store, -1, "", {})
+    slot = PlaneSlot("failing", HOST, context)
     slot.plane = FailingPlane(context)
     executor.prepare(slot)
     return slot
 
 
 def test_abort_of_a_failing_plane_ends_the_waits_of_its_generation(executor: Executor) -> None:
-    ended = threading.Event()
-    add_failing_plane(executor, ended)
+    store = EndingStore()
+    add_failing_plane(executor, ScopedStore(store, "gpu/"))
     executor.abort(0, 1)  # as the control thread calls it, which would end by an error
-    assert ended.is_set()
+    assert store.ended.is_set()
 
 
 def test_jobs_behind_a_plane_that_fails_to_close_are_run(executor: Executor) -> None:
     done = threading.Event()
-    add_failing_plane(executor, threading.Event())
+    add_failing_plane(executor, EndingStore())
     executor.close_older(0, 2)
     executor.enqueue(done.set)
     executor.wake()
@@ -90,7 +105,7 @@ def test_jobs_behind_one_that_fails_are_run(executor: Executor) -> None:
 
 def test_abandoned_thread_in_users_code_delays_no_generation(executor: Executor) -> None:
     begun, go_on, prepared = threading.Event(), threading.Event(), threading.Event()
-    slot = add_failing_plane(executor, threading.Event())
+    slot = add_failing_plane(executor, EndingStore())
 
     def run_users_code() -> None:
         begun.set()

@@ -329,7 +329,7 @@ class ControlHandlers:
         #: Waits for values of the rendezvous store.
         self._tickets = StoreWaits()
         self._members = KnownMembers()  # of this connection
-        self.memory_retry = SharedMemoryRetry(self.send, control.call_later)
+        self.memory_retry = SharedMemoryRetry(self)
         self.callbacks.on(m.COLLECT, self._collect_events)
         #: Handlers of messages that do not concern the state; all others go to :class:`RankState`.
         self._handlers: dict[type, Callable[[m.Message], None]] = {
@@ -434,7 +434,7 @@ class ControlHandlers:
 
     def store(self, process_set: int, generation: int) -> EngineStore:
         """Return the rendezvous store of a process set's members in one generation."""
-        return EngineStore(process_set, generation, self._tickets, self.send)
+        return EngineStore(process_set, generation, self._tickets, self)
 
     def _new_generation(self, effect: NewGeneration) -> None:
         # Also where this rank is no member: the descriptors are in the order of the messages that announce them.
@@ -782,14 +782,11 @@ class SharedMemoryRetry:
     sends the memory again.
 
     Args:
-        send: Sends a message; any thread.
-        call_later: Schedules a call on the control thread.
+        handlers: Send the requests, and have the control thread, on which the checks are made.
     """
 
-    def __init__(
-        self, send: Callable[[m.Message], None], call_later: Callable[[float, Callable[[], None]], None]
-    ) -> None:
-        self._send, self._call_later = send, call_later
+    def __init__(self, handlers: ControlHandlers) -> None:
+        self._handlers = handlers
         #: Generation whose memory is missing, by process set.
         self._generations: dict[int, int] = {}
         #: Whether a check is scheduled.
@@ -813,12 +810,12 @@ class SharedMemoryRetry:
                     process_set, generation = self._generations.popitem()
                 except KeyError:
                     return
-                self._send(m.Renew(process_set, generation))
+                self._handlers.send(m.Renew(process_set, generation))
 
     def _retry_later(self) -> None:
         if not self._scheduled:
             self._scheduled = True
-            self._call_later(RETRY_INTERVAL, self._retry)
+            self._handlers.control.call_later(RETRY_INTERVAL, self._retry)
 
     def _retry(self) -> None:
         self._scheduled = False
@@ -901,17 +898,17 @@ class EngineStore(KeyValue):
         process_set: int,
         generation: int,
         tickets: StoreWaits,
-        send: Callable[[m.Message], None],
+        handlers: ControlHandlers,
     ) -> None:
         #: Process set and generation.
         self._scope = (process_set, generation)
         self._tickets = tickets
-        self._send = send
+        self._handlers = handlers
         #: Whether the generation has ended.
         self._aborted = False
 
     def set(self, key: str, value: bytes) -> None:
-        self._send(m.StoreSet(*self._scope, key, value))
+        self._handlers.send(m.StoreSet(*self._scope, key, value))
 
     def get(self, key: str, timeout: float) -> bytes:
         ticket = self._tickets.new(self._scope)
@@ -919,7 +916,7 @@ class EngineStore(KeyValue):
             # The ticket is added before the flag is read, and abort() sets the flag before it reads the tickets: one of them sees it.
             if self._aborted:
                 raise PlaneAborted(f"generation {self._scope[1]} has ended")
-            self._send(m.StoreGet(*self._scope, key, ticket.number))
+            self._handlers.send(m.StoreGet(*self._scope, key, ticket.number))
             if not ticket.wait(timeout):
                 raise TimeoutError(f"no member has set `{key}` within {timeout:g} s")
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,12 +142,18 @@ def test_it_is_found_out_without_a_cell_as_well(ranks: Ranks) -> None:
     assert ranks.run(total) == [2.0] * 2
 
 
+def handlers_of(sent: list[m.Message], calls: list[Any]) -> Any:
+    """Return handlers that keep messages and calls for later."""
+    control = SimpleNamespace(call_later=lambda seconds, call: calls.append(call))
+    return SimpleNamespace(send=sent.append, control=control)
+
+
 def test_looks_end_when_the_memory_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     there = False
     monkeypatch.setattr(control_thread, "_has_descriptors", lambda: there)
     sent: list[m.Message] = []
     calls: list[Any] = []
-    lack = SharedMemoryRetry(sent.append, lambda seconds, call: calls.append(call))
+    lack = SharedMemoryRetry(handlers_of(sent, calls))
     lack.memory_missing(0, 5)
     lack.memory_missing(3, 2)
     lack.memory_missing(0, 6)
@@ -174,7 +181,7 @@ def test_two_threads_that_ask_again_at_once_ask_once_for_each(monkeypatch: pytes
 
     monkeypatch.setattr(control_thread, "_has_descriptors", lambda: True)
     sent: list[m.Message] = []
-    lack = SharedMemoryRetry(sent.append, lambda seconds, call: None)
+    lack = SharedMemoryRetry(handlers_of(sent, []))
     monkeypatch.setattr(lack, "_generations", Shared())
     lack.memory_missing(0, 5)
     lack.retry_now()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +54,14 @@ class ReconnectingClient(Protocol):
         ...
 
 
+class CellRuns(Protocol):
+    """Runs of cells, as far as :class:`ClientRecovery` uses them."""
+
+    def running(self) -> Cells:
+        """Return the cells that run, each with its ranks."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """Outcome of a recovery.
@@ -75,7 +83,7 @@ class ClientRecovery:
     Args:
         coordinator: The coordinator's process.
         client: The connection.
-        cells: Returns the running cells, each with its ranks.
+        runs: The cells that run; ``None`` where there are none.
         respawn_within: Seconds that a successor has to come up.
         reconnect_within: Seconds that it has to restore its world.
 
@@ -88,11 +96,11 @@ class ClientRecovery:
         coordinator: RespawningCoordinator,
         client: ReconnectingClient,
         *,
-        cells: Callable[[], Cells] = dict,
+        runs: CellRuns | None = None,
         respawn_within: float = 10.0,
         reconnect_within: float = 30.0,
     ) -> None:
-        self._coordinator, self._client, self._cells = coordinator, client, cells
+        self._coordinator, self._client, self._runs = coordinator, client, runs
         self._respawn_within, self._reconnect_within = respawn_within, reconnect_within
         #: Limit on returns to the same coordinator: the fault that ends the connection would end the next one as well.
         self._returns = RestartLimit()
@@ -123,6 +131,9 @@ class ClientRecovery:
                 os.close(process)
         return self._coordinator.ending()
 
+    def _running(self) -> Cells:
+        return {} if self._runs is None else self._runs.running()
+
     def _return(self) -> Recovered | None:
         """Connect to the same coordinator, if it answers."""
         if self.ending or process_state(self._coordinator.pid) in ("T", "t"):
@@ -132,7 +143,7 @@ class ClientRecovery:
         # Before the attempt: also one that fails halfway counts, otherwise a coordinator that hangs up on each Hello would be tried
         # for ever.
         self._returns.add()
-        cells = self._cells()
+        cells = self._running()
         try:
             world = self._client.reconnect(cells, ANSWER_WITHIN)
         except CoordinatorLostError:  # a ConnectionError, hence an OSError: it must not count as no answer
@@ -147,7 +158,7 @@ class ClientRecovery:
         for attempt in range(SUCCESSORS):
             self._coordinator.respawn(self._respawn_within)
             # Read after the start, which takes a while: cells that have ended meanwhile must not be reported as running.
-            cells = self._cells()
+            cells = self._running()
             try:
                 world = self._client.reconnect(cells, self._reconnect_within, process=self._coordinator.pid)
             # As in `_return()`: it is an OSError, and the caller can start the recovery again.

@@ -84,7 +84,7 @@ class CoordinatorRecovery:
         self._recovery = ClientRecovery(
             coordinator,
             client,
-            cells=lambda: runs.running(),
+            runs=runs,
             respawn_within=RESPAWN_WITHIN,
             reconnect_within=RECONNECT_WITHIN,
         )

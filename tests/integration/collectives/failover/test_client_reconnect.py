@@ -25,7 +25,7 @@ CELLS = {"cell": (0, 1)}
 
 
 class Fakes:
-    """Coordinator and a client; ``answers`` has the answers to the next connections."""
+    """Coordinator, client and runs of cells; ``answers`` has the answers to the next connections."""
 
     def __init__(self, pid: int, answers: list[Exception | None]) -> None:
         self.pid = pid
@@ -35,6 +35,9 @@ class Fakes:
 
     def ending(self) -> str:
         return self.how
+
+    def running(self) -> Cells:
+        return CELLS
 
     def respawn(self, timeout: float = 0) -> None:
         self.did.append("respawn")
@@ -58,7 +61,7 @@ def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def recovering(fakes: Fakes) -> ClientRecovery:
-    return ClientRecovery(fakes, fakes, cells=lambda: CELLS)
+    return ClientRecovery(fakes, fakes, runs=fakes)
 
 
 def test_one_that_lives_stays(living: int) -> None:

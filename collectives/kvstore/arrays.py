@@ -175,30 +175,18 @@ def register_array_type(array_type: ArrayType) -> None:
 
 
 class FrameworkRows(RowSparse):
-    """Row-sparse array of a framework.
+    """Row-sparse array of a framework. The class of each framework overrides :meth:`replace`, so that it writes to the framework's array.
 
     Args:
         data, indices, shape: See :class:`RowSparse`.
         array_type: The framework's.
-        write_back: Copies this one into it.
     """
 
-    __slots__ = ("_write_back", "array_type")
+    __slots__ = ("array_type",)
 
-    def __init__(
-        self,
-        data: Any,
-        indices: Any,
-        shape: Sequence[int],
-        array_type: ArrayType,
-        write_back: Callable[[RowSparse], None],
-    ) -> None:
+    def __init__(self, data: Any, indices: Any, shape: Sequence[int], array_type: ArrayType) -> None:
         super().__init__(data, indices, shape)
-        self.array_type, self._write_back = array_type, write_back
-
-    def replace(self, indices: npt.NDArray[np.int64], data: Array) -> None:
-        super().replace(indices, data)
-        self._write_back(self)
+        self.array_type = array_type
 
 
 def adopted(value: Any) -> Any:

@@ -123,11 +123,28 @@ def _wrap_mxnet(array: Array) -> Any:
     return sys.modules["mxnet"].nd.array(array, dtype=array.dtype)
 
 
+class MxnetRows(FrameworkRows):
+    """Row-sparse array of MXNet as one of ours, which writes the rows that replace its own to MXNet's.
+
+    Args:
+        array: MXNet's.
+    """
+
+    __slots__ = ("_array",)
+
+    def __init__(self, array: Any) -> None:
+        super().__init__(array.data.asnumpy(), array.indices.asnumpy(), array.shape, MXNET)
+        self._array = array
+
+    def replace(self, indices: npt.NDArray[np.int64], data: Array) -> None:
+        super().replace(indices, data)
+        _write_rows_mxnet(self, self._array)
+
+
 def _rows_mxnet(array: Any) -> RowSparse | None:
     if array.stype != "row_sparse":
         return None
-    data, indices = array.data.asnumpy(), array.indices.asnumpy()
-    return FrameworkRows(data, indices, array.shape, MXNET, lambda rows: _write_rows_mxnet(rows, array))
+    return MxnetRows(array)
 
 
 def _write_rows_mxnet(rows: RowSparse, target: Any) -> None:

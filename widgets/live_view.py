@@ -46,7 +46,7 @@ class RecordingView(anywidget.AnyWidget):
         # Before the widget is made, whose comm opens with the first values of its traits, `still` among them.
         self.recording = recording
         self.failures = Failures(recording.failures)
-        self._output = LiveOutput(self._title.lower(), self._still, self.failures)
+        self._output = LiveOutput(self._title.lower(), self)
         unparented(super().__init__, still=self._output.name, **traits)
 
     @abstractmethod
@@ -61,7 +61,8 @@ class RecordingView(anywidget.AnyWidget):
     def _handle(self, content: Mapping[str, Any]) -> None:
         """Act on a message of the page. Main thread, or that of the page's subshell."""
 
-    def _still(self) -> Data:
+    def still_picture(self) -> Data:
+        """Return the picture that stays, as data by media type; its element has the output's name as a CSS class."""
         return {"text/html": self._still_html(), "text/plain": self._still_text()}
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
@@ -91,7 +92,7 @@ class FeedView(RecordingView):
         self._rows = rows
         self.on_msg(self._receive)
         self._feed = RecordingFeed(
-            self.recording, self._send_to_page, self._output.refresh, rows=rows, failures=self.failures
+            self.recording, self._send_to_page, self._output, rows=rows, failures=self.failures
         )
 
     def _handle(self, content: Mapping[str, Any]) -> None:
@@ -185,8 +186,7 @@ class LiveOutput:
 
     Args:
         kind: Kind of view, for the name.
-        still: Returns the picture that stays, as data by media type; its element has ``name`` as a CSS class.
-        failures: Collection of the view's errors, which the picture shows, too.
+        view: The view; it draws the picture, which shows the view's errors, too.
 
     Attributes:
         name: Name of this output, also a CSS class.
@@ -194,16 +194,16 @@ class LiveOutput:
             default under the cell that runs.
     """
 
-    def __init__(self, kind: str, still: Callable[[], Data], failures: Failures) -> None:
+    def __init__(self, kind: str, view: RecordingView) -> None:
         self.name = f"hvdlab-{kind}-{uuid.uuid4().hex[:12]}"
         self.publish: Publish = _under_running_cell
-        self._make, self._failures = still, failures
+        self._view, self._failures = view, view.failures
         self._shown = False
 
     def _still(self) -> Data:
         data: Data = {"text/html": f'<div class="hvd-still {self.name}"></div>', "text/plain": ""}
         with self._failures.guard("the still picture"):
-            data = self._make()
+            data = self._view.still_picture()
         found = self._failures.all()
         return data | {
             "text/html": data["text/html"].removesuffix("</div>") + html_of(found) + "</div>",

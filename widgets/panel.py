@@ -211,12 +211,11 @@ class Panel:
         name = self._names.setdefault(recording, uuid.uuid4().hex)
         shown = ShownPool(recording, name, until, rows_until)
         if changeable is not None:
-            shown.actions = MembershipActions(changeable, recording.notify)
+            shown.actions = MembershipActions(changeable, recording)
             membership = MembershipNews(changeable, shown.actions, recording)
         shown.publisher = RecordingFeed(
             recording,
             lambda message, buffers: self._forward(pool, shown, message, buffers),
-            lambda: None,
             rows=False,
             points=False,
             membership=membership,

@@ -229,14 +229,14 @@ class MembershipActions:
 
     Args:
         pool: The pool to change.
-        changed: Called on any thread when :attr:`busy` has changed.
+        recording: Its waiting threads are woken, on any thread, when :attr:`busy` has changed.
 
     Attributes:
         busy: The action under way, in words; empty if there is none.
     """
 
-    def __init__(self, pool: ChangeablePool, changed: Callable[[], None]) -> None:
-        self._pool, self._changed = pool, changed
+    def __init__(self, pool: ChangeablePool, recording: Recording) -> None:
+        self._pool, self._recording = pool, recording
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self.busy = ""
@@ -269,7 +269,7 @@ class MembershipActions:
                 self.busy = ""
                 answer({"error": f"no thread can be started: {error}"})
                 return
-        self._changed()
+        self._recording.notify()
 
     def _run(self, act: Callable[[], str], answer: Callable[[dict[str, Any]], None]) -> None:
         try:
@@ -279,7 +279,7 @@ class MembershipActions:
         # Before the answer: with it the page can send its next action.
         self.busy = ""
         try:
-            self._changed()
+            self._recording.notify()
         finally:
             answer(reply)
 

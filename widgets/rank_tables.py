@@ -163,7 +163,7 @@ class MembershipWidget(TableView):
     def _update(self) -> None:
         with self.failures.guard("which ranks there are"):
             if self._news is None and (pool := self._find()) is not None:
-                self._actions = MembershipActions(pool, self.recording.notify)
+                self._actions = MembershipActions(pool, self.recording)
                 self._news = MembershipNews(pool, self._actions, self.recording)
             if self._news is not None and (news := self._news.next_message()) is not None:
                 unparented(setattr, self, "membership", news)

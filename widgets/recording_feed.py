@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,6 +29,14 @@ MOST_RESENT = 100_000
 QUIET = 1.5
 
 
+class StillPicture(Protocol):
+    """Picture that stays in the notebook in a view's place."""
+
+    def refresh(self) -> None:
+        """Put the present picture in the place of the last one. The feed's thread."""
+        ...
+
+
 class RecordingFeed:
     """Feed that sends rows in order; until the view has answered, from the beginning again and again.
 
@@ -44,8 +52,8 @@ class RecordingFeed:
     Args:
         recording: The recording to send.
         send: Sends a message; called on the feed's thread.
-        quiet: Called there when nothing has come for ``QUIET`` seconds, and at the end, if there is news since the
-            last time.
+        picture: Refreshed there when nothing has come for ``QUIET`` seconds, and at the end, if there is news since the
+            last time. None for a page without a picture.
         rows: Whether rows are sent, or only news of the ranks; :meth:`view_ready` changes that.
         points: Whether points of series are sent, also without rows.
         membership: News of the pool's membership; by default none are sent. It is closed with the feed.
@@ -59,7 +67,7 @@ class RecordingFeed:
         self,
         recording: Recording,
         send: Send,
-        quiet: Callable[[], None],
+        picture: StillPicture | None = None,
         *,
         rows: bool = True,
         points: bool = True,
@@ -67,7 +75,7 @@ class RecordingFeed:
         failures: Failures | None = None,
     ) -> None:
         self.failures = Failures(recording.failures) if failures is None else failures
-        self._recording, self._send, self._quiet, self._with_rows = recording, send, quiet, rows
+        self._recording, self._send, self._picture, self._with_rows = recording, send, picture, rows
         self._with_points = points
         self._closing = threading.Event()
         self._since: tuple[int, int] | None = None  # a row and a point
@@ -207,8 +215,10 @@ class RecordingFeed:
             self._draw_still()
 
     def _draw_still(self) -> None:
+        if self._picture is None:
+            return
         with self.failures.guard("the still picture"):
-            self._quiet()
+            self._picture.refresh()
 
     def _again_from(self, row: int, point: int) -> None:
         self._row = row

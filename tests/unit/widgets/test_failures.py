@@ -146,7 +146,7 @@ def test_rows_that_can_not_be_packed_come_again_and_are_passed_over_at_last(
     monkeypatch.setattr(recording_feed, "pack_rows", pack_rows)
     feed(recording)
     first, page = recording.end, Page()
-    view = RecordingFeed(recording, page.send, lambda: None)
+    view = RecordingFeed(recording, page.send)
     view.view_ready(0)
     page.wait(lambda: any(TEXT in failure for failure in page.failures))
     if times == 1:
@@ -168,7 +168,7 @@ def test_what_could_not_be_sent_is_sent_again(recording: Recording) -> None:
             broken()
         page.send(message, buffers)
 
-    view = RecordingFeed(recording, send, lambda: None)
+    view = RecordingFeed(recording, send)
     view.view_ready(0)
     feed(recording, seed=2)
     page.wait(lambda: page.rows == recording.end)

@@ -31,7 +31,7 @@ def test_two_pages_said_hello_at_once_feed_begins_at_lower_row(recording: Record
         begins.put(message["from"])
         assert said.wait(PATIENCE)
 
-    feed = RecordingFeed(recording, send, lambda: None)
+    feed = RecordingFeed(recording, send)
     try:
         assert begins.get(timeout=PATIENCE) == 0
         feed.view_ready(100)
@@ -63,7 +63,7 @@ def test_hello_while_another_one_is_taken_is_served_too(recording: Recording) ->
                 assert second_said.wait(PATIENCE)
             super().__setattr__(name, value)
 
-    feed = TakingFeed(recording, lambda message, buffers: begins.put(message["from"]), lambda: None)
+    feed = TakingFeed(recording, lambda message, buffers: begins.put(message["from"]))
     try:
         assert begins.get(timeout=PATIENCE) == 0
         feed._starting = ReportingLock(second_said.set)  # type: ignore[assignment]  # as much of a lock as a feed needs
@@ -80,7 +80,7 @@ def test_hello_after_a_thread_could_not_start_starts_one(
 ) -> None:
     begins: queue.Queue[int] = queue.Queue()
     recording.close()
-    feed = RecordingFeed(recording, lambda message, buffers: begins.put(message["count"]), lambda: None)
+    feed = RecordingFeed(recording, lambda message, buffers: begins.put(message["count"]))
     try:
         feed._thread.join(PATIENCE)
 
@@ -108,7 +108,7 @@ def test_hello_after_the_thread_has_died_starts_another(
     def fail(*_: object) -> None:
         raise MemoryError
 
-    feed = RecordingFeed(recording, lambda message, buffers: counts.put(message["count"]), lambda: None)
+    feed = RecordingFeed(recording, lambda message, buffers: counts.put(message["count"]))
     try:
         assert counts.get(timeout=PATIENCE) == recording.end
         with monkeypatch.context() as broken:
@@ -143,7 +143,7 @@ def test_rows_that_can_not_be_read_come_with_the_next_news(
         raise MemoryError
 
     monkeypatch.setattr(recording, "rows_since", fail_thrice)
-    feed = RecordingFeed(recording, lambda message, buffers: counts.put(message["count"]), lambda: None)
+    feed = RecordingFeed(recording, lambda message, buffers: counts.put(message["count"]))
     try:
         assert failed.wait(PATIENCE)
         feed.view_ready(0)

@@ -109,7 +109,7 @@ def pool() -> FakePool:
 def do(pool: FakePool, **content: Any) -> dict[str, Any]:
     """Press a button and wait for its answer."""
     answers = Answers()
-    MembershipActions(pool, lambda: None).begin(content, answers)
+    MembershipActions(pool, Recording()).begin(content, answers)
     (answer,) = answers.wait()
     return answer
 
@@ -169,7 +169,12 @@ def test_what_fails_is_said(pool: FakePool) -> None:
 
 def test_one_thing_is_done_at_a_time(pool: FakePool) -> None:
     changed: list[str] = []
-    actions = MembershipActions(pool, lambda: changed.append(actions.busy))
+
+    class Notified(Recording):
+        def notify(self) -> None:
+            changed.append(actions.busy)
+
+    actions = MembershipActions(pool, Notified())
     first, second = Answers(), Answers()
     pool.go_on.clear()
     actions.begin({"what": "restart", "ranks": [0], "ends": [0]}, first)
@@ -188,7 +193,7 @@ def test_action_without_thread_is_refused_and_next_one_done(
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    actions, answers = MembershipActions(pool, lambda: None), Answers()
+    actions, answers = MembershipActions(pool, Recording()), Answers()
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", fail)
         actions.begin({"what": "repair"}, answers)
@@ -216,7 +221,7 @@ def test_texts_of_other_hosts_are_only_texts(pool: FakePool) -> None:
 
 def test_news_come_when_something_has_changed(pool: FakePool) -> None:
     recording = Recording()
-    actions = MembershipActions(pool, recording.notify)
+    actions = MembershipActions(pool, recording)
     news = MembershipNews(pool, actions, recording)
     first = news.next_message()
     assert first is not None
@@ -356,7 +361,7 @@ def test_a_pool_that_is_only_watched_is_not_changed() -> None:
 
 def test_an_action_that_fails_in_any_way_is_answered() -> None:
     pool, replies = FakePool(), list[dict[str, Any]]()
-    actions = MembershipActions(pool, lambda: None)
+    actions = MembershipActions(pool, Recording())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FakePool, "elastic", lambda self: 1 // 0)
         actions.begin({"what": "repair"}, replies.append)
@@ -368,11 +373,12 @@ def test_an_action_is_answered_even_if_its_news_cannot_be_announced(monkeypatch:
     replies, raised = SimpleQueue[dict[str, Any]](), SimpleQueue[Any]()
     monkeypatch.setattr(threading, "excepthook", raised.put)
 
-    def announce() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise ZeroDivisionError("made to fail")
+    class FailingRecording(Recording):
+        def notify(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                raise ZeroDivisionError("made to fail")
 
-    actions = MembershipActions(FakePool(), announce)
+    actions = MembershipActions(FakePool(), FailingRecording())
     actions.begin({"what": "repair"}, replies.put)
     assert "text" in replies.get(timeout=PATIENCE)
     assert raised.get(timeout=PATIENCE).exc_type is ZeroDivisionError

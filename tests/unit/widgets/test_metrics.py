@@ -186,7 +186,7 @@ def test_the_widget_ends_and_knows_its_table() -> None:
     try:
         assert repr(view).startswith("Metrics: 2 ranks")
         assert len(view.table()) == 120
-        assert "data:image/png" in view._still()["text/html"]
+        assert "data:image/png" in view.still_picture()["text/html"]
     finally:
         view.close()
     assert not view._feed._thread.is_alive()

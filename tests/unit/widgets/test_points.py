@@ -67,7 +67,7 @@ def browser() -> Browser:
 
 @pytest.fixture(params=[True, False], ids=["with rows", "without rows"])
 def sender(request: pytest.FixtureRequest, recording: Recording, browser: Browser) -> Iterator[RecordingFeed]:
-    one = RecordingFeed(recording, browser.send, lambda: None, rows=request.param)
+    one = RecordingFeed(recording, browser.send, rows=request.param)
     one.view_ready(0, rows=request.param)
     yield one
     one.close()

@@ -25,7 +25,7 @@ def test_a_view_gets_the_line_of_each_name() -> None:
         messages.append(message)
         came.set()
 
-    publisher = RecordingFeed(recording, send, lambda: None)
+    publisher = RecordingFeed(recording, send)
     try:
         assert came.wait(PATIENCE)
     finally:

@@ -91,7 +91,7 @@ class Browser:
             )
             self.rows += list(both)[max(0, known) :]
 
-    def be_quiet(self) -> None:
+    def refresh(self) -> None:
         with self.changed:
             self.quiet += 1
             self.drawn = len(self.rows), self.cleared
@@ -119,7 +119,7 @@ def sender(
     monkeypatch.setattr(recording_feed, "ROWS_PER_MESSAGE", 1000)
     monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
     monkeypatch.setattr(recording_feed, "QUIET", 0.1)
-    one = RecordingFeed(recording, browser.send, browser.be_quiet)
+    one = RecordingFeed(recording, browser.send, browser)
     yield one
     one.close()
 
@@ -224,13 +224,14 @@ def test_a_page_that_says_hello_while_the_thread_ends_gets_all(
 ) -> None:
     drawing, goes_on = threading.Event(), threading.Event()
 
-    def draw() -> None:
-        drawing.set()
-        assert goes_on.wait(PATIENCE)
+    class SlowPicture:
+        def refresh(self) -> None:
+            drawing.set()
+            assert goes_on.wait(PATIENCE)
 
     monkeypatch.setattr(recording_feed, "INTERVAL", 0.005)
     feed(recording)
-    sender = RecordingFeed(recording, browser.send, draw)
+    sender = RecordingFeed(recording, browser.send, SlowPicture())
     recording.close()
     try:
         assert drawing.wait(PATIENCE)  # the last picture, after all rows
@@ -263,7 +264,7 @@ def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> N
     recording = Recording(limit=16384)
     feed(recording, count=150)
     assert recording.dropped
-    with_all = RecordingFeed(recording, browser.send, browser.be_quiet)
+    with_all = RecordingFeed(recording, browser.send, browser)
     browser.listening = True
     with_all.view_ready(0)
     browser.wait(lambda: len(browser.rows) == recording.end)
@@ -393,7 +394,7 @@ def test_a_view_is_told_about_the_ranks_when_they_change(
             assert changed.wait_for(condition, PATIENCE)
 
     recording.take_membership(Membership(expected=(0, 1)))
-    one = RecordingFeed(recording, take, lambda: None)
+    one = RecordingFeed(recording, take)
     try:
         one.view_ready(0)
         wait(lambda: any("ranks" in message for message in told))

@@ -80,21 +80,12 @@ class MagicParser(argparse.ArgumentParser):
         magic: The magic with its percent signs.
         description: One sentence for the user.
         example: A whole line that uses the magic, which its help ends with.
-        split: Splits a line into words; by default as a shell does.
     """
 
-    def __init__(
-        self,
-        magic: str,
-        description: str,
-        *,
-        example: str,
-        split: Callable[[str], list[str]] | None = None,
-    ) -> None:
+    def __init__(self, magic: str, description: str, *, example: str) -> None:
         # No abbreviations: `parse_with_code` and `candidates` find options by their whole names.
         super().__init__(prog=magic, description=description, add_help=False, allow_abbrev=False)
         self.example = example
-        self._split = split or _split
         self.add_argument("-h", "--help", action="store_true", help="show this text")
 
     def format_help(self) -> str:
@@ -106,20 +97,31 @@ class MagicParser(argparse.ArgumentParser):
             message = _not_a_choice(invalid[1], invalid[2], re.findall(r"[\w.-]+", invalid[3]))
         raise UsageError(f"{self.prog}: {message}")
 
+    def split_words(self, line: str) -> list[str]:
+        """Split a line into words, as a shell does.
+
+        Raises:
+            UsageError: A quote is not closed.
+        """
+        try:
+            return shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"the options can not be read: {error}") from None
+
     def parse(self, line: str) -> argparse.Namespace:
         """Parse a magic's line.
 
         Raises:
             UsageError: The line makes no sense; for an unknown option the text names the nearest known one.
         """
-        found, rest = self.parse_known_args(self._split(line))
+        found, rest = self.parse_known_args(self.split_words(line))
         if rest:
             self.error(self._unknown(rest[0]))
         return found
 
     def asks_for_help(self, line: str) -> bool:
         """Return whether a line has ``--help``; the other words of such a line need not make sense."""
-        return not {"-h", "--help"}.isdisjoint(self._split(line))
+        return not {"-h", "--help"}.isdisjoint(self.split_words(line))
 
     def parse_with_code(self, line: str) -> tuple[argparse.Namespace, str]:
         """Return the options at the begin of a line, and the code after them."""
@@ -186,13 +188,6 @@ def _not_a_choice(what: str, word: str, choices: Sequence[str]) -> str:
     near = difflib.get_close_matches(word, choices, 1, 0.6)
     hint = f"did you mean `{near[0]}`? There are" if near else "there are"
     return f"`{word}` is no {what}; {hint} {', '.join(choices)}"
-
-
-def _split(line: str) -> list[str]:
-    try:
-        return shlex.split(line)
-    except ValueError as error:
-        raise UsageError(f"the options can not be read: {error}") from None
 
 
 def count_of(things: str) -> Callable[[str], int]:

@@ -200,8 +200,7 @@ def make_sinks(
         shown = session.strips.strip(session.shell, *strip, ranks, watched, f"hvdlab-{cell}-strip")
         sinks.append(StripSink(ranks, shown, elastic=elastic))
     if background:
-        write = write_to_terminal if publisher is None else publisher.stream
-        sinks.append(BackgroundSink(write, colours=shell_colours(session.shell), quiet=_quiet(source)))
+        sinks.append(BackgroundSink(publisher, colours=shell_colours(session.shell), quiet=_quiet(source)))
     return tuple(sinks)
 
 
@@ -209,15 +208,7 @@ def _late_output(session: NotebookPool, ranks: Sequence[int], output: str) -> La
     """Return the view of output that comes after the cell's end, under that cell; None if no output is shown."""
     if output == "none":
         return None
-    publisher = _publisher(session, background=True)
-
-    def make() -> OutputSink:
-        cell, plain = uuid.uuid4().hex[:12], session.ranks_by_default
-        sink = _foreground_sink(publisher, ranks, output, cell, plain=plain, known=session.areas)
-        limit = shown_limit(os.environ)
-        return LimitedSink(sink, ranks, limit) if limit else sink
-
-    return LateOutputView(make, ranks)
+    return LateOutputView(session, ranks, output)
 
 
 def _foreground_sink(
@@ -259,10 +250,15 @@ class BackgroundSink(OutputSink):
     """Sink of a cell in the background that shows its end: the values, or why the cell failed.
 
     A cell in the foreground does that by its result or its exception, which a cell that has returned can't.
+
+    Args:
+        publisher: Channel into the notebook's cell; None in a terminal.
+        colours: Whether the report of a failure has colours.
+        quiet: Whether the values are not shown.
     """
 
-    def __init__(self, write: Callable[[str, str], None], *, colours: bool, quiet: bool = False) -> None:
-        self._write, self._colours, self._quiet = write, colours, quiet
+    def __init__(self, publisher: OutputChannel | None, *, colours: bool, quiet: bool = False) -> None:
+        self._publisher, self._colours, self._quiet = publisher, colours, quiet
 
     def finished(self, results: CellResults) -> None:
         lines = report(results, colours=self._colours)
@@ -270,6 +266,12 @@ class BackgroundSink(OutputSink):
             self._write("stderr", "\n".join(lines) + "\n")
         elif results.has_values and not self._quiet:
             self._write("stdout", f"{results!r}\n")
+
+    def _write(self, name: str, text: str) -> None:
+        if self._publisher is None:
+            write_to_terminal(name, text)
+        else:
+            self._publisher.stream(name, text)
 
 
 class BackgroundCell:
@@ -323,12 +325,16 @@ class LateOutputView:
     A thread gives it to a sink, and exists only while there is something to show.
 
     Args:
-        make: Returns the sink; called when the first output comes.
+        session: The notebook's pool, with the state of its cells.
         ranks: The ranks of the cell.
+        output: ``grouped`` or ``stream``.
     """
 
-    def __init__(self, make: Callable[[], OutputSink], ranks: Sequence[int]) -> None:
-        self._make, self._ranks = make, set(ranks)
+    def __init__(self, session: NotebookPool, ranks: Sequence[int], output: str) -> None:
+        self._session, self._output = session, output
+        # Now: the output belongs to the cell that begins.
+        self._publisher = _publisher(session, background=True)
+        self._first_ranks, self._ranks = ranks, set(ranks)
         self._sink: GuardedSink | None = None
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, tuple[Chunk, ...], Callable[[], None]]] = deque()
@@ -355,9 +361,17 @@ class LateOutputView:
         self._thread = thread
         return True
 
+    def _make_sink(self) -> OutputSink:
+        """Return the sink, when the first output comes."""
+        session, ranks, cell = self._session, self._first_ranks, uuid.uuid4().hex[:12]
+        plain = session.ranks_by_default
+        sink = _foreground_sink(self._publisher, ranks, self._output, cell, plain=plain, known=session.areas)
+        limit = shown_limit(os.environ)
+        return LimitedSink(sink, ranks, limit) if limit else sink
+
     def _show(self) -> None:
         if self._sink is None:
-            self._sink = GuardedSink(self._make())
+            self._sink = GuardedSink(self._make_sink())
         held: list[Callable[[], None]] = []
         while True:
             with self._changed:

@@ -11,6 +11,7 @@ from IPython.core.completer import CompletionContext, SimpleCompletion, SimpleMa
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.magics.arguments import PARSERS, Values
 from hvdlab.magics.notebook_pool import NotebookPool
+from hvdlab.magics.run_magics import AutoRun
 
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
@@ -44,11 +45,11 @@ class RankCompleter:
 
     Args:
         session: Has the pool.
-        everywhere: Returns whether ``%autohvd`` is on.
+        auto: The transformer of ``%autohvd``: while it is on, cells without a magic run on ranks, too.
     """
 
-    def __init__(self, session: NotebookPool, everywhere: Callable[[], bool]) -> None:
-        self._session, self._everywhere = session, everywhere
+    def __init__(self, session: NotebookPool, auto: AutoRun) -> None:
+        self._session, self._auto = session, auto
 
         @context_matcher(identifier="hvdlab.rank", priority=1000)  # type: ignore[untyped-decorator]  # IPython's
         def match(context: CompletionContext) -> SimpleMatcherResult:
@@ -152,7 +153,7 @@ class RankCompleter:
         self, cell: str, offset: int, ask: Callable[[Pool, str, int], Any]
     ) -> tuple[Any, str, int] | None:
         pool = self._session.pool
-        at = rank_source(cell, offset, everywhere=self._everywhere())
+        at = rank_source(cell, offset, everywhere=self._auto.on)
         if pool is None or at is None or pool.state not in ("idle", "running"):
             return None
         try:

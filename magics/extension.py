@@ -72,7 +72,7 @@ class Extension:
         self.session = session or NotebookPool(shell)
         self._auto = AutoRun()
         self._panel: PanelComms | None = None
-        self._completer = RankCompleter(self.session, lambda: self._auto.on)
+        self._completer = RankCompleter(self.session, self._auto)
 
     def load(self) -> None:
         for magics in (

@@ -43,8 +43,6 @@ class NotebookPool:
 
     Args:
         shell: The shell.
-        start: Starts a pool; by default ``Pool.start``.
-        attach: Takes a kept pool over by its name; by default ``Pool.attach``.
 
     Attributes:
         pool: The pool, or None if there is none or it was stopped.
@@ -57,14 +55,10 @@ class NotebookPool:
         running_label: The label of the cell that ran last on the ranks.
         watchers: Callbacks for another pool, or none. Any thread.
         leaving: Callbacks of the extension's unloading.
+        defaults: Returns the defaults of new pools, which options override.
     """
 
-    def __init__(
-        self,
-        shell: InteractiveShell,
-        start: Callable[..., Pool] | None = None,
-        attach: Callable[..., Pool] | None = None,
-    ) -> None:
+    def __init__(self, shell: InteractiveShell) -> None:
         self.shell = shell
         self.prestart: BackgroundPrestart | None = None
         self.raw_cell = ""
@@ -75,14 +69,12 @@ class NotebookPool:
         self.debugger: DebugHub | None = None
         self.watchers: list[Callable[[], None]] = []
         self.leaving = ExitStack()
+        self.defaults: Callable[[], PoolDefaults] = PoolDefaults
         self._pool: Pool | None = None
         #: Recording of the next pool, if views wait for it already.
         self._next_recording: Recording | None = None
         self._start_under_way: BackgroundStart | None = None
-        self._defaults: Callable[[], PoolDefaults] = PoolDefaults
         self._broken = ""  # why the last pool can't be used any more
-        self._start_pool = start or _start_pool
-        self._attach_pool = attach or _attach_pool
 
     @cached_property
     def strips(self) -> Strips:
@@ -109,7 +101,8 @@ class NotebookPool:
         """Return the pool without a check whether it still works. Any thread."""
         return self._pool
 
-    def _set(self, pool: Pool | None) -> None:
+    def set_pool(self, pool: Pool | None) -> None:
+        """Make this the notebook's pool, or have none. Any thread."""
         self._pool = pool
         self._widgets.clear()
         self.areas.clear()
@@ -140,7 +133,7 @@ class NotebookPool:
             self._broken = broken
             pool.stop()
         if pool is not None and pool.state == "stopped":
-            self._set(None)
+            self.set_pool(None)
         return self._pool
 
     def need_pool(self, what: str) -> Pool:
@@ -350,7 +343,7 @@ class NotebookPool:
         with as_usage_error():
             pool = self._attach_pool(name, show=show, launcher=launcher)
         self._broken = ""
-        self._set(pool)
+        self.set_pool(pool)
         return pool
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -361,20 +354,20 @@ class NotebookPool:
         Args:
             defaults: Returns the defaults of this pool and of later ones, which options override; called on another thread.
         """
-        self._defaults = defaults
+        self.defaults = defaults
         prestart, self.prestart = self.prestart, None
+        self._start_under_way = BackgroundStart(self, prestart)
 
-        def start(say: Callable[[str], None]) -> Pool:
-            warm = prestart.hand_over() if prestart is not None else None
-            try:
-                arguments = _arguments(defaults(), None, None, None, None)
-            except BaseException:
-                if warm is not None:
-                    warm.close()
-                raise
-            return self._start_pool(**arguments, warm=warm, keep=None, on_progress=say)
+    def start_pool(self, **arguments: Any) -> Pool:
+        """Start a pool, with the arguments of ``Pool.start``. Any thread."""
+        from hvdlab.kernel_ext.notebook.pool import Pool
 
-        self._start_under_way = BackgroundStart(start, self._set)
+        return Pool.start(**arguments)
+
+    def _attach_pool(self, name: str, *, show: Callable[[OrphanedCell], Sinks], launcher: str | None) -> Pool:
+        from hvdlab.kernel_ext.notebook.pool import Pool
+
+        return Pool.attach(name, show=show, launcher=launcher)
 
     def _await_start(self) -> None:
         start = self._start_under_way
@@ -407,7 +400,7 @@ class NotebookPool:
         say: Callable[[str], None],
     ) -> Pool:
         with as_usage_error():
-            defaults = self._defaults()
+            defaults = self.defaults()
         chosen = any(one is not None for one in (np, hosts, defaults.np, defaults.hosts))
         arguments = _arguments(defaults, np, launcher, plane, hosts)
         if launcher_options:
@@ -419,11 +412,11 @@ class NotebookPool:
         warm = prestart.hand_over() if prestart is not None else None
         try:
             with as_usage_error(), StartProgress(self.shell, alone=self._alone()) as progress:
-                pool = self._start_pool(**arguments, warm=warm, keep=keep, on_progress=progress)
+                pool = self.start_pool(**arguments, warm=warm, keep=keep, on_progress=progress)
         except KeyboardInterrupt:
             raise Interrupted("interrupted before all ranks were ready; none was kept") from None
         self._broken = ""
-        self._set(pool)
+        self.set_pool(pool)
         if not chosen:
             say(f"started {arguments['np']} ranks (-np chooses how many)")
         return pool
@@ -450,18 +443,6 @@ def _lost(lost: Mapping[int, str]) -> str:
     are = "is" if len(lost) == 1 else "are"
     more = "" if len(reasons) == 1 else " and other reasons"
     return f"{format_ranks(list(lost))} {are} lost ({next(iter(lost.values()))}{more})"
-
-
-def _attach_pool(name: str, **kwargs: Any) -> Pool:
-    from hvdlab.kernel_ext.notebook.pool import Pool
-
-    return Pool.attach(name, **kwargs)
-
-
-def _start_pool(*args: Any, **kwargs: Any) -> Pool:
-    from hvdlab.kernel_ext.notebook.pool import Pool
-
-    return Pool.start(*args, **kwargs)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -507,12 +488,14 @@ class BackgroundStart:
     """Start of a pool on a thread of its own.
 
     Args:
-        start: Starts the pool; called with a function that it calls with a short text at each step.
-        done: Called with the pool, on that thread.
+        session: Starts the pool with its defaults, and gets it on that thread.
+        prestart: Processes that the pool adopts; None if there are none.
     """
 
-    def __init__(self, start: Callable[[Callable[[str], None]], Pool], done: Callable[[Pool], None]) -> None:
-        self._start, self._done = start, done
+    def __init__(self, session: NotebookPool, prestart: BackgroundPrestart | None) -> None:
+        self._session, self._prestart = session, prestart
+        # Now: a later start has defaults of its own.
+        self._defaults = session.defaults
         self._steps: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -541,18 +524,28 @@ class BackgroundStart:
 
     def _run(self) -> None:
         try:
-            pool = self._start(self._steps.put)
+            pool = self._start()
             # Under the lock: otherwise `close` could come between the check and the call, and the pool would outlive it.
             with self._lock:
                 closed = self._closed
                 if not closed:
-                    self._done(pool)
+                    self._session.set_pool(pool)
             if closed:
                 pool.stop()
         except BaseException as error:  # noqa: BLE001  # raised again where it is waited for
             self._error = error
         finally:
             self._steps.put(None)
+
+    def _start(self) -> Pool:
+        warm = self._prestart.hand_over() if self._prestart is not None else None
+        try:
+            arguments = _arguments(self._defaults(), None, None, None, None)
+        except BaseException:
+            if warm is not None:
+                warm.close()
+            raise
+        return self._session.start_pool(**arguments, warm=warm, keep=None, on_progress=self._steps.put)
 
 
 class BackgroundPrestart:

@@ -59,18 +59,20 @@ def push_parser() -> MagicParser:
     return parser
 
 
-def words_of(line: str) -> list[str]:
-    """Return the words of a line with their quotes, as in ``state['rate']``; a word that is quoted as a whole may have blanks."""
-    words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""", line)
-    return [word[1:-1] if re.fullmatch(r"""'[^']*'|"[^"]*\"""", word) else word for word in words]
+class DiffParser(MagicParser):
+    """Parser of a line of ``%hvd_diff``, whose words are expressions."""
+
+    def split_words(self, line: str) -> list[str]:
+        """Return the words of a line with their quotes, as in ``state['rate']``; a word that is quoted as a whole may have blanks."""
+        words = re.findall(r"""(?:[^\s'"]|'[^']*'|"[^"]*"|['"])+""", line)
+        return [word[1:-1] if re.fullmatch(r"""'[^']*'|"[^"]*\"""", word) else word for word in words]
 
 
 def diff_parser() -> MagicParser:
-    parser = MagicParser(
+    parser = DiffParser(
         "%hvd_diff",
         "Compare variables, models, optimizers or their parts over the ranks.",
         example="%hvd_diff model.fc --ranks 0,1",
-        split=words_of,
     )
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="variables or expressions, such as model.fc or 'a + b'"

@@ -280,10 +280,10 @@ def test_an_interrupted_start_is_one_line(notebook: Notebook, monkeypatch: pytes
     def interrupted(*args: object, **kwargs: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(notebook.extension.session, "_start_pool", interrupted)
-    ran = notebook.run("%%hvd_run -np 2\n1")
+    with monkeypatch.context() as patched:
+        patched.setattr(notebook.extension.session, "start_pool", interrupted)
+        ran = notebook.run("%%hvd_run -np 2\n1")
     assert ran.lines == ["KeyboardInterrupt: interrupted before all ranks were ready; none was kept"]
-    monkeypatch.undo()
     assert notebook.run("%%hvd_run -np 2\nprint(1)").lines == ["[0,1] 1"]
 
 

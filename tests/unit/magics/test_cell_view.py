@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,6 +13,7 @@ from hvdlab.kernel_ext.notebook.cells.driver import BACKLOG
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from hvdlab.magics.cell_view import LateOutputView
+from hvdlab.magics.notebook_pool import NotebookPool
 from support.patience import PATIENCE
 
 
@@ -47,9 +51,21 @@ class SlowSink(OutputSink):
         raise AssertionError("the user has not interrupted anything")
 
 
+class ViewOnSink(LateOutputView):
+    """View that shows output on a given sink."""
+
+    def __init__(self, sink: OutputSink, ranks: Sequence[int]) -> None:
+        shell: Any = SimpleNamespace()
+        super().__init__(NotebookPool(shell), ranks, "stream")
+        self._given = sink
+
+    def _make_sink(self) -> OutputSink:
+        return self._given
+
+
 def test_a_rank_may_write_on_once_the_sink_holds_little_back() -> None:
     sink, first, second = SlowSink(), threading.Event(), threading.Event()
-    late = LateOutputView(lambda: sink, [0, 1])
+    late = ViewOnSink(sink, [0, 1])
     late(0, (Stream("stdout", "a" * BACKLOG),), first.set)
     assert first.wait(PATIENCE)
     late(1, (Stream("stdout", "b"),), second.set)
@@ -72,7 +88,7 @@ def test_rank_writes_on_if_no_thread_can_show_its_output(monkeypatch: pytest.Mon
 
     sink, first, second = SlowSink(), threading.Event(), threading.Event()
     sink.may.set()
-    late = LateOutputView(lambda: sink, [0])
+    late = ViewOnSink(sink, [0])
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", fail)
         late(0, (Stream("stdout", "a"),), first.set)

@@ -45,8 +45,9 @@ def start() -> Iterator[SlowStart]:
 
 
 @pytest.fixture
-def session(notebook: Notebook, start: SlowStart) -> Iterator[NotebookPool]:
-    session = NotebookPool(notebook.shell, start)  # type: ignore[arg-type]  # a fake
+def session(notebook: Notebook, start: SlowStart, monkeypatch: pytest.MonkeyPatch) -> Iterator[NotebookPool]:
+    session = NotebookPool(notebook.shell)
+    monkeypatch.setattr(session, "start_pool", start)
     yield session
     start.go.set()
     session.close()

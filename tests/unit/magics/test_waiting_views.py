@@ -30,7 +30,8 @@ def test_they_show_the_ranks_that_come(monkeypatch: pytest.MonkeyPatch) -> None:
     pool: Any = SimpleNamespace(client=client, broken="", state="idle", size=2, news=list, lost={}, name="")
     pool.stop = lambda: setattr(pool, "state", "stopped")
     shell: Any = SimpleNamespace()
-    session = NotebookPool(shell, start=lambda **_: pool)
+    session = NotebookPool(shell)
+    monkeypatch.setattr(session, "start_pool", lambda **_: pool)
     add_awaiting(session.next_recording)
     try:
         views = [timeline(), metrics(), ranks()]

@@ -17,6 +17,7 @@ from hvdlab.magics.run_magics import AutoRun
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
     from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
+    from hvdlab.kernel_ext.notebook.pool import Pool
 
 _RANKS = re.compile(r"\s*%%hvd_(run|rank)\b")
 
@@ -99,8 +100,7 @@ def load_debugger(session: NotebookPool, auto: AutoRun) -> DebugHub | None:
         return None
     from hvdlab.kernel_ext.notebook.debugger.hub import DebugHub
 
-    # Without the check, which stops a pool that is broken: the hub asks on any thread.
-    hub = DebugHub(kernel, lambda: session.pool_unchecked, lambda code: runs_on_ranks(session, auto, code))
+    hub = DebugHub(kernel, NotebookUnderDebug(session, auto))
     session.watchers.append(hub.pool_changed)
     session.debugger = hub
     return hub
@@ -114,9 +114,26 @@ def unload_debugger(session: NotebookPool) -> None:
         hub.close()
 
 
-def runs_on_ranks(session: NotebookPool, auto: AutoRun, code: str) -> bool:
-    """Return whether a cell runs on the ranks alone, and in no part in the kernel itself."""
-    if session.ranks_by_default and not _RANKS.match(code):
-        way = route(code)
-        return bool(way.ranks) and not way.here
-    return _RANKS.match("".join(auto(code.splitlines(keepends=True)))) is not None
+class NotebookUnderDebug:
+    """Notebook as the debugger's hub knows it: its pool, and which cells run on the ranks.
+
+    Args:
+        session: Has the pool.
+        auto: The transformer of ``%autohvd``.
+    """
+
+    def __init__(self, session: NotebookPool, auto: AutoRun) -> None:
+        self._session, self._auto = session, auto
+
+    @property
+    def pool(self) -> Pool | None:
+        """Return the notebook's pool, if it has one. Any thread."""
+        # Without the check, which stops a pool that is broken: the hub asks on any thread.
+        return self._session.pool_unchecked
+
+    def runs_on_ranks(self, code: str) -> bool:
+        """Return whether a cell runs on the ranks alone, and in no part in the kernel itself."""
+        if self._session.ranks_by_default and not _RANKS.match(code):
+            way = route(code)
+            return bool(way.ranks) and not way.here
+        return _RANKS.match("".join(self._auto(code.splitlines(keepends=True)))) is not None

@@ -18,7 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.client import Client, CoordinatorLostError, Membership
 from hvdlab.collectives.time_limits import Deadline
@@ -57,8 +57,31 @@ from hvdlab.kernel_ext.wire.debug import (
 if TYPE_CHECKING:
     from hvdlab.kernel_ext.notebook.pool import Pool
 
-Heard = Callable[[int, FromServer], None]
-"""``heard(rank, mail)``, called on the client's thread; it must not block."""
+
+class DebugSessionOwner(Protocol):
+    """Owner of a session with ranks. Its methods are called on the client's thread, and must not block."""
+
+    def heard(self, rank: int, mail: FromServer) -> None:
+        """Take a message of the rank's debug server."""
+        ...
+
+    def gone(self, rank: int, reason: str) -> None:
+        """Take the end of a rank, with the reason."""
+        ...
+
+
+class DebuggedNotebook(Protocol):
+    """Notebook whose cells a frontend debugs."""
+
+    @property
+    def pool(self) -> Pool | None:
+        """Return the notebook's pool, if it has one. Any thread."""
+        ...
+
+    def runs_on_ranks(self, code: str) -> bool:
+        """Return whether a cell with this source runs on ranks only."""
+        ...
+
 
 _desks: weakref.WeakKeyDictionary[Client, DebugConnections] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
@@ -91,14 +114,9 @@ class DebugConnections:
         client.on_membership(self._members)
         client.on_reconnected(lambda membership: self._post_kept())
 
-    def session(self, heard: Heard, gone: Callable[[int, str], None]) -> DebugSession:
-        """Begin a session.
-
-        Args:
-            heard: Gets the messages of debug servers.
-            gone: ``gone(rank, reason)``: a rank has ended. On the client's thread as well.
-        """
-        session = DebugSession(self, next(self._numbers), heard, gone)
+    def session(self, owner: DebugSessionOwner) -> DebugSession:
+        """Begin a session, whose owner gets the messages of debug servers and the ends of ranks."""
+        session = DebugSession(self, next(self._numbers), owner)
         self._sessions[session.number] = session
         return session
 
@@ -128,7 +146,7 @@ class DebugConnections:
         mail = decode_from_server(body)
         session = self._sessions.get(mail.session)
         if session is not None:
-            session.heard(rank, mail)
+            session.owner.heard(rank, mail)
 
     def _members(self, membership: Membership) -> None:
         before, self._pids = self._pids, {member.rank: member.pid for member in membership.members}
@@ -139,7 +157,7 @@ class DebugConnections:
         for rank in lost:
             # A copy: the control channel's thread begins and ends sessions meanwhile.
             for session in tuple(self._sessions.values()):
-                session.gone(rank, "it has ended")
+                session.owner.gone(rank, "it has ended")
 
 
 def lost_ranks(before: Mapping[int, int], now: Mapping[int, int]) -> list[int]:
@@ -150,11 +168,8 @@ def lost_ranks(before: Mapping[int, int], now: Mapping[int, int]) -> list[int]:
 class DebugSession:
     """Session of one frontend with any number of ranks. Any thread."""
 
-    def __init__(
-        self, desk: DebugConnections, number: int, heard: Heard, gone: Callable[[int, str], None]
-    ) -> None:
-        self._desk, self.number = desk, number
-        self.heard, self.gone = heard, gone
+    def __init__(self, desk: DebugConnections, number: int, owner: DebugSessionOwner) -> None:
+        self._desk, self.number, self.owner = desk, number, owner
 
     def open(self, rank: int) -> None:
         """Have the rank's debug server listen; it answers with :class:`~hvdlab.kernel_ext.wire.debug.DebugOpened`."""
@@ -196,14 +211,11 @@ class DebugHub:
 
     Args:
         kernel: An ipykernel with a debugger.
-        pool: The pool of the notebook, if it has one. Any thread.
-        for_ranks: Whether a cell with this source runs on ranks only.
+        notebook: Knows the pool, and which cells run on ranks only.
     """
 
-    def __init__(
-        self, kernel: Any, pool: Callable[[], Pool | None], for_ranks: Callable[[str], bool]
-    ) -> None:
-        self._kernel, self._pool, self._for_ranks = kernel, pool, for_ranks
+    def __init__(self, kernel: Any, notebook: DebuggedNotebook) -> None:
+        self._kernel, self._notebook = kernel, notebook
         self._debugger = kernel.debugger
         self._ask_kernel: Process = kernel.debugger.process_request
         # File name of a cell to whether it runs on ranks only.
@@ -246,12 +258,12 @@ class DebugHub:
         known = dict(self._debugger.breakpoint_list)
         for path in known:
             with contextlib.suppress(OSError):
-                self._cells[path] = self._for_ranks(Path(path).read_text(encoding="utf-8"))
+                self._cells[path] = self._notebook.runs_on_ranks(Path(path).read_text(encoding="utf-8"))
         self._mux = self._make()
         self._mux.adopt(known)
 
     def _make(self) -> Multiplexer:
-        return Multiplexer(self._attach(), _cells_begin(), lambda path: self._cells.get(path, False))
+        return Multiplexer(self._attach(), _cells_begin(), self._cells)
 
     @property
     def on(self) -> bool:
@@ -324,7 +336,7 @@ class DebugHub:
         reply = await self._local(request)
         path = (reply.get("body") or {}).get("sourcePath")
         if path:
-            self._cells[path] = self._for_ranks(request["arguments"]["code"])
+            self._cells[path] = self._notebook.runs_on_ranks(request["arguments"]["code"])
         return reply
 
     async def _local(self, request: Json) -> Json:
@@ -404,26 +416,26 @@ class DebugHub:
             session.send(effect.rank, json.dumps(effect.message).encode())
 
     def _ranks(self) -> tuple[int, ...]:
-        pool = self._pool()
+        pool = self._notebook.pool
         return tuple(pool.ranks) if pool is not None else ()
 
     def _talk(self) -> DebugSession | None:
         """Return the session with the ranks of the present pool."""
-        pool = self._pool()
+        pool = self._notebook.pool
         if self._session is not None and self._session[0] is not pool:
             self._session[1].close()
             self._session = None
         if self._session is None and pool is not None:
-            self._session = pool, connections_of(pool.client).session(self._heard, self._gone)
+            self._session = pool, connections_of(pool.client).session(self)
         return self._session[1] if self._session is not None else None
 
     def pool_changed(self) -> None:
         """End the debugging of ranks of an earlier pool: there is another pool, or none. Any thread."""
         session = self._session
-        if session is None or self._loop is None or self._pool() is session[0]:
+        if session is None or self._loop is None or self._notebook.pool is session[0]:
             return
         for rank in self._mux.known if self._mux is not None else ():
-            self._gone(rank, "the pool was stopped")
+            self.gone(rank, "the pool was stopped")
 
     def _attach(self) -> Json:
         """Return the arguments of `attach` for ranks, the same as ipykernel's for itself."""
@@ -437,13 +449,15 @@ class DebugHub:
 
     # -- the client's thread --------------------------------------------------------------------------------------
 
-    def _heard(self, rank: int, mail: FromServer) -> None:
+    def heard(self, rank: int, mail: FromServer) -> None:
+        """Hand a message of a rank's debug server over to the loop."""
         if isinstance(mail, DebugMessage):
             self._later(RankSaid(rank, json.loads(mail.message)))
         else:
             self._later(RankGone(rank, mail.error, refused=True) if mail.error else RankOpened(rank))
 
-    def _gone(self, rank: int, reason: str) -> None:
+    def gone(self, rank: int, reason: str) -> None:
+        """Report to the loop that a rank can't be debugged any more. Any thread."""
         self._later(RankGone(rank, reason))
 
     def _later(self, event: Event) -> None:

@@ -126,10 +126,10 @@ class Multiplexer:
     Args:
         attach: Arguments of ``attach`` for ranks.
         cells: Beginning of the names of files that stand for cells.
-        for_ranks: Whether the cell in such a file runs on ranks only.
+        for_ranks: Such a file to whether its cell runs on ranks only. The caller adds files while the session goes on.
     """
 
-    def __init__(self, attach: Json, cells: str, for_ranks: Callable[[str], bool]) -> None:
+    def __init__(self, attach: Json, cells: str, for_ranks: Mapping[str, bool]) -> None:
         #: The rank whose frame the user has selected: the buttons move it.
         self._selected = 0
         #: Whether the buttons move that rank only, and not all that have stopped.
@@ -428,7 +428,7 @@ class Multiplexer:
         return self._gather(key, request, asked, finish)
 
     def _is_for_ranks(self, path: str) -> bool:
-        return path.startswith(self._cells) and self._for_ranks(path)
+        return path.startswith(self._cells) and self._for_ranks.get(path, False)
 
     # -- stopping, stepping and going on ---------------------------------------------------------------------------------
 

@@ -39,13 +39,17 @@ class FarDebugger:
     def __init__(self, pool: Pool, rank: int) -> None:
         self._rank, self._seq = rank, 0
         self._mail: queue.SimpleQueue[FromServer | str] = queue.SimpleQueue()
-        self._session = connections_of(pool.client).session(
-            lambda _, mail: self._mail.put(mail), lambda _, reason: self._mail.put(reason)
-        )
+        self._session = connections_of(pool.client).session(self)
         self._session.open(rank)
         opened = self._mail.get(timeout=PATIENCE)
         assert isinstance(opened, DebugOpened), opened
         assert not opened.error
+
+    def heard(self, rank: int, mail: FromServer) -> None:
+        self._mail.put(mail)
+
+    def gone(self, rank: int, reason: str) -> None:
+        self._mail.put(reason)
 
     def ask(self, command: str, **arguments: object) -> Json:
         """Send a request and return its answer."""

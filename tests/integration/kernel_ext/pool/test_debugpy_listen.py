@@ -57,14 +57,27 @@ def test_a_rank_that_has_stopped_answers_and_can_be_interrupted(
     assert list(pool.run("memory", ranks=[1])) == ["kept"]
 
 
+class Mail:
+    """Owner of a session that keeps the messages of debug servers."""
+
+    def __init__(self) -> None:
+        self.mail: queue.SimpleQueue[FromServer] = queue.SimpleQueue()
+
+    def heard(self, rank: int, mail: FromServer) -> None:
+        self.mail.put(mail)
+
+    def gone(self, rank: int, reason: str) -> None:
+        pass
+
+
 @pytest.mark.timeout(180)
 def test_jupyterlabs_debugger_leaves_such_a_rank_out_and_says_why(start_pool: StartPool) -> None:
     pool = start_pool(1)
     pool.run(LISTEN)
-    mail: queue.SimpleQueue[FromServer] = queue.SimpleQueue()
-    session = connections_of(pool.client).session(lambda rank, one: mail.put(one), lambda rank, reason: None)
+    owner = Mail()
+    session = connections_of(pool.client).session(owner)
     session.open(0)
-    opened = mail.get(timeout=PATIENCE)
+    opened = owner.mail.get(timeout=PATIENCE)
     assert isinstance(opened, DebugOpened)
     assert opened.error == "debugpy.listen() or debugpy.connect() has brought another debugger to it"
     session.close()

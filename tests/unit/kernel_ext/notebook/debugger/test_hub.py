@@ -12,6 +12,7 @@ import pytest
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.kernel_ext.notebook.debugger import hub as hub_module
 from hvdlab.kernel_ext.notebook.debugger.hub import CONNECT_ATTEMPTS, DebugConnections, DebugHub
+from hvdlab.kernel_ext.wire.debug import FromServer
 
 Json = dict[str, Any]
 
@@ -40,10 +41,32 @@ class KernelsDebugger:
         assert self.is_started
 
 
+class NotebookWithoutRanks:
+    """Notebook that has no pool."""
+
+    pool = None
+
+    def runs_on_ranks(self, code: str) -> bool:
+        return False
+
+
+class EndedRanks:
+    """Owner of a session that keeps the ranks which have ended."""
+
+    def __init__(self) -> None:
+        self.ranks: list[int] = []
+
+    def heard(self, rank: int, mail: FromServer) -> None:
+        pass
+
+    def gone(self, rank: int, reason: str) -> None:
+        self.ranks.append(rank)
+
+
 def requests(lost: int, *commands: str) -> tuple[KernelsDebugger, list[Json]]:
     """Return the frontend's answers to these."""
     debugger = KernelsDebugger(lost)
-    hub = DebugHub(SimpleNamespace(debugger=debugger), lambda: None, lambda code: False)
+    hub = DebugHub(SimpleNamespace(debugger=debugger), NotebookWithoutRanks())
 
     async def ask() -> list[Json]:
         return [await hub.process({"type": "request", "seq": 1, "command": one}) for one in commands]
@@ -99,17 +122,17 @@ class DebuggedClient:
 
 
 def test_stopped_rank_without_coordinator_gets_requests_later() -> None:
-    client, gone = DebuggedClient(), list[int]()
+    client, ended = DebuggedClient(), EndedRanks()
     connections = DebugConnections(cast("Client", client))
-    session = connections.session(lambda rank, mail: None, lambda rank, reason: gone.append(rank))
+    session = connections.session(ended)
     client.pids(10, 11)
     client.lost = True
     session.send(0, b"stackTrace")
     session.send(1, b"for a process that ends")
     session.send(0, b"continue")
-    assert gone == []
+    assert ended.ranks == []
     client.pids(10, 12)
-    assert gone == [1]
+    assert ended.ranks == [1]
     client.lost = False
     client.reconnected(None)
     assert [to for _, to in client.posted] == [(0,), (0,)]

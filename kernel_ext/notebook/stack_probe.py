@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.system import process_state
 from hvdlab.collectives.text import format_ranks, visible
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen, StackArrived
+from hvdlab.kernel_ext.notebook.cells.cell_events import ProcessSeen, StackArrived
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.output.stack_text import called, short_path
 from hvdlab.kernel_ext.notebook.requests import RankDirectory, RankMail, RankRequests
 from hvdlab.kernel_ext.wire.channel import RankReply
@@ -45,9 +46,9 @@ class StackProbe:
         self._mail, self.requests, self._ranks = mail, requests, ranks
         self._processes = Processes()
 
-    def watch(self, feed: Callable[[Event], None]) -> CellProbe:
-        """Return the probe of one cell; ``feed`` takes the findings, as events."""
-        return CellProbe(self, feed)
+    def watch(self) -> CellProbe:
+        """Return the probe of one cell."""
+        return CellProbe(self)
 
     def ask(self, ticket: int, ranks: Sequence[int]) -> None:
         self._mail.post(TO_RANK, encode(AskStack(ticket)), ranks)
@@ -64,10 +65,16 @@ class StackProbe:
 
 
 class CellProbe:
-    """Probe on behalf of one cell. Any thread."""
+    """Probe on behalf of one cell. Any thread.
 
-    def __init__(self, probe: StackProbe, feed: Callable[[Event], None]) -> None:
-        self._probe, self._feed = probe, feed
+    Attributes:
+        handle: Handle of the cell, which takes the findings, as events. It is there before the first request.
+    """
+
+    handle: CellHandle
+
+    def __init__(self, probe: StackProbe) -> None:
+        self._probe = probe
         self._ticket = probe.requests.subscribe(self._answered)
 
     def request_stacks(self, ranks: Sequence[int]) -> None:
@@ -75,7 +82,7 @@ class CellProbe:
         self._probe.ask(self._ticket, ranks)
         # A stopped process can't answer before it goes on: its state is the finding.
         for rank, text in self._probe.halted(ranks).items():
-            self._feed(ProcessSeen(rank, text))
+            self.handle.post(ProcessSeen(rank, text))
 
     def probe_processes(self, ranks: Sequence[int]) -> None:
         """Look at ranks' processes; the findings come as :class:`ProcessSeen`. Does not block."""
@@ -85,11 +92,11 @@ class CellProbe:
             thread.start()
         except RuntimeError:  # no thread can be started: the cell goes on, and says less about its ranks
             for rank in ranks:
-                self._feed(ProcessSeen(rank, ELSEWHERE))
+                self.handle.post(ProcessSeen(rank, ELSEWHERE))
 
     def _look(self, ranks: Sequence[int]) -> None:
         for rank, text in self._probe.describe_processes(ranks).items():
-            self._feed(ProcessSeen(rank, text))
+            self.handle.post(ProcessSeen(rank, text))
 
     def close(self) -> None:
         """Take no more answers."""
@@ -97,7 +104,7 @@ class CellProbe:
 
     def _answered(self, rank: int, answer: RankReply) -> None:
         if isinstance(answer, Stack):
-            self._feed(StackArrived(rank, answer))
+            self.handle.post(StackArrived(rank, answer))
 
 
 DUMP_WITHIN = 0.2

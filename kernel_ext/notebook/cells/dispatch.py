@@ -449,8 +449,7 @@ class CellDispatcher:
         sink: OutputSink,
     ) -> _DispatchedCell:
         cell, now = order.cell, time.monotonic()
-        # The handle is looked up only when an event comes: it needs the link, which needs this watch.
-        watch = self.stack_probe.watch(lambda event: handle.post(event))
+        watch = self.stack_probe.watch()
         link = _DispatchedLink(self, cell, arrivals, watch)
         handle = CellHandle(
             CellState(
@@ -469,6 +468,8 @@ class CellDispatcher:
             desk=PromptDesk(request.prompter, link),
             interrupt_delay=self.interrupt_delay,
         )
+        # Only now: the handle needs the link, which needs this watch.
+        watch.handle = handle
         run = _DispatchedCell(order, arrivals, handle, watch, request.elastic)
         # Before it is sent: the first output can come at once, on the client's thread.
         with self._lock:

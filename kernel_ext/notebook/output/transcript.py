@@ -82,7 +82,7 @@ class Transcript:
     Args:
         cell, label, ranks: The run's.
         directory: Where its files are made, if it needs any.
-        room: ``room(bytes)`` says why that many more must not be written to files, or nothing.
+        store: Makes room before something is written to files; None for no limit.
 
     Attributes:
         total: Bytes that came.
@@ -98,7 +98,7 @@ class Transcript:
         label: str,
         ranks: Sequence[int],
         directory: Path,
-        room: Callable[[int], str] = lambda size: "",
+        store: TranscriptStore | None = None,
     ) -> None:
         self.cell, self.label, self.ranks = cell, label, tuple(ranks)
         self.lock = threading.RLock()
@@ -107,7 +107,7 @@ class Transcript:
         self.ended: set[int] = set()
         self.ending: Ending | None = None
         self.began = time.time()
-        self._room = room
+        self._store = store
         self._spool = Spool(directory)
         #: Entries that are in no file yet; if files can't be written, they stay here to the end.
         self._recent: list[Entry] = []
@@ -176,7 +176,7 @@ class Transcript:
     def _write(self) -> None:
         if not self._recent:
             return
-        self.why = self._room(self._recent_bytes)
+        self.why = self._store.make_room(self._recent_bytes) if self._store is not None else ""
         if self.why:
             return  # what is in memory stays there; what comes now is lost
         try:
@@ -660,7 +660,7 @@ class TranscriptStore:
     def record(self, cell: str, label: str, ranks: Sequence[int], sinks: Sinks) -> CellRecorder:
         """Return the sink for a run that is about to begin; it shows the run on ``sinks``."""
         name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
-        transcript = Transcript(cell, label, ranks, self._directory / name, self._room)
+        transcript = Transcript(cell, label, ranks, self._directory / name, self)
         recorder = CellRecorder(transcript, sinks)
         with self._lock:
             self._recorders[cell] = recorder
@@ -716,7 +716,7 @@ class TranscriptStore:
             if not recorder.transcript.running and self._forget(cell):
                 memory -= in_memory
 
-    def _room(self, size: int) -> str:
+    def make_room(self, size: int) -> str:
         """Return why ``size`` more bytes must not be written; empty if they may. Forgets older cells to make room.
 
         A transcript calls this with its lock held.
@@ -745,7 +745,7 @@ class TranscriptStore:
     def _forget(self, cell: str) -> bool:
         """Forget a cell, unless it is being shown. Returns whether it was forgotten."""
         transcript = self._recorders[cell].transcript
-        # Without waiting: a cell that writes has its transcript's lock and waits, in `_room`, for the store's.
+        # Without waiting: a cell that writes has its transcript's lock and waits, in `make_room`, for the store's.
         if not transcript.lock.acquire(blocking=False):
             return False
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdlab.kernel_ext.notebook.cells.cell_events import Event, ProcessSeen
+from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.output.stack_text import called
 from hvdlab.kernel_ext.notebook.requests import RankRequests
 from hvdlab.kernel_ext.notebook.stack_probe import ELSEWHERE, StackProbe, describe_state
@@ -61,14 +62,24 @@ class DistantRanks:
         return None
 
 
+class CellFindings(CellHandle):
+    """Handle of a cell that keeps the findings."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def post(self, event: Event) -> None:
+        self.events.append(event)
+
+
 def test_probe_without_thread_reports_ranks_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    ranks = DistantRanks()
-    found: list[Event] = []
-    probe = StackProbe(ranks, RankRequests(ranks, ranks), ranks).watch(found.append)
+    ranks, found = DistantRanks(), CellFindings()
+    probe = StackProbe(ranks, RankRequests(ranks, ranks), ranks).watch()
+    probe.handle = found
     monkeypatch.setattr(threading.Thread, "start", fail)
     # The thread that drives the cell calls it: an error would end the drive, and not the cell.
     probe.probe_processes((1, 3))
-    assert found == [ProcessSeen(1, ELSEWHERE), ProcessSeen(3, ELSEWHERE)]
+    assert found.events == [ProcessSeen(1, ELSEWHERE), ProcessSeen(3, ELSEWHERE)]

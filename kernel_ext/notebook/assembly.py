@@ -28,12 +28,12 @@ from hvdlab.kernel_ext.notebook import kept_pools
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
 from hvdlab.kernel_ext.notebook.coordinator_recovery import CoordinatorRecovery
-from hvdlab.kernel_ext.notebook.elastic import UnsyncedRanks
+from hvdlab.kernel_ext.notebook.elastic import MembershipHistory, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.ipyparallel import launchers
 from hvdlab.kernel_ext.notebook.ipyparallel.cluster import EngineRegistration, IpyparallelCluster
 from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
 from hvdlab.kernel_ext.notebook.kept_pools import KeptPool, LauncherKeptPool, LocalKeptPool, adopt_ranks
-from hvdlab.kernel_ext.notebook.membership import ElasticAdmission, MembershipHistory
+from hvdlab.kernel_ext.notebook.membership import ElasticAdmission
 from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore, kept_limit
 from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle
@@ -255,7 +255,7 @@ class PoolParts:
         self.joining = EngineRegistration(self)
         self.resumed: list[CellHandle] = []
         self.history = MembershipHistory()
-        self.newcomers = UnsyncedRanks(self.history.announce)
+        self.newcomers = UnsyncedRanks(self.history)
         named = parse_hosts(hosts) if hosts else []
         self.group = RankLifecycle(processes.client, self, hosts=named)
         # Output of cells goes with the coordinator's directory, which is removed at the pool's end, also if this process dies.

@@ -1,15 +1,21 @@
-"""Ranks that join, leave or are lost while an elastic cell runs, and ranks that came later and lack the others' variables. No I/O."""
+"""Ranks that join, leave or are lost while an elastic cell runs, and ranks that came later and lack the others' variables. No I/O.
+
+The history of a pool's membership has when each rank came, how, on which host, how it ended, and each generation of the world.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
+from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.text import compact_ranks, format_ranks, visible
+from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.status import UserNames
 from hvdlab.kernel_ext.wire.values import rough_size
@@ -104,6 +110,114 @@ class Participants:
         )
 
 
+KEPT_CHANGES = 1000
+"""How many changes are remembered."""
+
+ALL = -1
+"""In place of a rank, in a change of the world as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """Change of a rank, or of the world.
+
+    Attributes:
+        rank: The rank's number; ``ALL`` for a new generation of the world.
+        what: ``joined``, ``waits`` (until the others let it in), ``admitted``, ``died``, ``left``, or ``formed``.
+        why: The call that started it (``start``, ``attach``, ``resize``, ``repair``, ``restart``), the reason of its end, how long
+            it waited, or the ranks of the new generation.
+        host: Its host; empty if that is not known.
+        pid: Its process, or 0.
+        when: Seconds since the epoch.
+    """
+
+    rank: int
+    what: str
+    why: str
+    host: str = ""
+    pid: int = 0
+    when: float = field(default_factory=time.time)
+
+
+class MembershipHistory:
+    """History of the last changes, oldest first. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._changes: deque[MembershipChange] = deque(maxlen=KEPT_CHANGES)
+        #: The generation of the world that was seen last.
+        self._generation = 0
+        #: Ranks that wait to be let in, since when.
+        self._waiting: dict[int, float] = {}
+        #: Ranks that leave at the next commit.
+        self._leaving: tuple[int, ...] = ()
+        self._listeners: list[Callable[[], None]] = []
+        self._failures = Failures()
+
+    def listen(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Have ``callback`` called after each change, on the thread that noticed it; it must not block.
+
+        Returns a function that ends that.
+        """
+        with self._lock:
+            self._listeners.append(callback)
+
+        def unlisten() -> None:
+            with self._lock:
+                if callback in self._listeners:
+                    self._listeners.remove(callback)
+
+        return unlisten
+
+    def add(self, *changes: MembershipChange) -> None:
+        """Remember these changes, and call the listeners."""
+        with self._lock:
+            self._changes.extend(changes)
+        self.announce()
+
+    def announce(self) -> None:
+        """Call the listeners. Also called for changes beside the history that views show with it, such as newcomers."""
+        with self._lock:
+            listeners = tuple(self._listeners)
+        # Without the lock: a listener can read the history, or end its own subscription.
+        for listener in listeners:
+            with self._failures.guard("a listener to the history"):
+                listener()
+
+    def record_membership(self, now: Membership) -> None:
+        """Compare the membership with the last one seen: a new generation, and ranks that wait or were let in, are changes."""
+        changes, at = [], time.time()
+        with self._lock:
+            waiting, here = set(now.waiting), set(now.ranks)
+            # No change of the history, but views show it beside the ranks.
+            released, self._leaving = now.leaving != self._leaving, now.leaving
+            for rank in sorted(waiting - self._waiting.keys()):
+                self._waiting[rank] = at
+                changes.append(MembershipChange(rank, "waits", "until the others commit", when=at))
+            for rank in sorted(self._waiting.keys() - waiting):
+                since = self._waiting.pop(rank)
+                if rank in here:
+                    changes.append(MembershipChange(rank, "admitted", f"after {at - since:.1f} s", when=at))
+            # Each update of the membership has the last generation: only a higher one is new.
+            if now.formed and now.generation > self._generation:
+                self._generation = now.generation
+                why = f"{format_ranks(now.formed)} from now on"
+                changes.append(MembershipChange(ALL, "formed", why, when=at))
+        if changes:
+            self.add(*changes)
+        elif released:
+            self.announce()
+
+    def all(self) -> list[MembershipChange]:
+        """Return the changes that are remembered, oldest first."""
+        with self._lock:
+            return list(self._changes)
+
+    def arrival(self, rank: int) -> MembershipChange | None:
+        """Return how and when the newest process of this rank came; None if that is not remembered."""
+        return next((c for c in reversed(self.all()) if c.rank == rank and c.what == "joined"), None)
+
+
 BEFORE = "resize or repair"
 """Way of a rank that an earlier notebook has started: only its cells show that it is a newcomer."""
 
@@ -128,11 +242,12 @@ class UnsyncedRanks:
     count as a newcomer as long as the cell runs, since the user has nothing to do; if the cell ends first, it counts again.
 
     Args:
-        changed: Called after each change, on the thread that made it, with no lock held; must not block.
+        history: Its listeners are called after each change, on the thread that made it, with no lock held; by default there
+            are none.
     """
 
-    def __init__(self, changed: Callable[[], None] = lambda: None) -> None:
-        self._changed = changed
+    def __init__(self, history: MembershipHistory | None = None) -> None:
+        self._history = history or MembershipHistory()
         self._lock = threading.Lock()
         #: All ranks that lack variables, also those that get them as soon as they enter a cell.
         self._came: dict[int, UnsyncedRank] = {}
@@ -156,20 +271,20 @@ class UnsyncedRanks:
             came = self._came | {rank: UnsyncedRank(how) for rank in ranks}
             came = {rank: one for rank, one in came.items() if rank in wanted}
             self._came = came if len(came) < len(wanted) else {}
-        self._changed()
+        self._history.announce()
 
     def restore(self, came: Mapping[int, float]) -> None:
         """Add ranks that another process has started after others: rank to the time of that, in seconds since 1970."""
         with self._lock:
             self._came |= {rank: UnsyncedRank(BEFORE, when) for rank, when in came.items()}
-        self._changed()
+        self._history.announce()
 
     def join(self, cell: str, ranks: Collection[int]) -> None:
         """Mark ranks that have a snapshot of the others' variables and join this cell. Call it before the cell is sent to them."""
         with self._lock:
             self._running.add(cell)
             self._joining.update(dict.fromkeys(ranks, cell))
-        self._changed()
+        self._history.announce()
 
     def mark_joined(self, cell: str, rank: int) -> None:
         """Remove a rank that has entered the cell that it was sent, with the others' variables. Its message can come twice."""
@@ -178,7 +293,7 @@ class UnsyncedRanks:
             if self._joining.get(rank) != cell:
                 return
             self._forget([rank])
-        self._changed()
+        self._history.announce()
 
     def cell_ended(self, cell: str) -> None:
         """End a cell: ranks that had not entered it drop their snapshot, and are newcomers again."""
@@ -186,13 +301,13 @@ class UnsyncedRanks:
             if cell not in self._running:
                 return
             self._running.discard(cell)
-        self._changed()
+        self._history.announce()
 
     def mark_synced(self, ranks: Collection[int]) -> None:
         """Remove ranks that have the variables of another rank now."""
         with self._lock:
             self._forget(ranks)
-        self._changed()
+        self._history.announce()
 
     def all(self) -> dict[int, UnsyncedRank]:
         """Return the ranks that lack the others' variables, each with the way in which it came."""

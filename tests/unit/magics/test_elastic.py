@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hvdlab.kernel_ext.notebook.elastic import Bounds
-from hvdlab.kernel_ext.notebook.membership import ElasticState, MembershipChange, MembershipHistory
+from hvdlab.kernel_ext.notebook.elastic import Bounds, MembershipChange, MembershipHistory
+from hvdlab.kernel_ext.notebook.membership import ElasticState
 from hvdlab.magics.view_magics import ElasticView
 
 

@@ -15,8 +15,8 @@ import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import LEAVES
-from hvdlab.kernel_ext.notebook.elastic import Bounds
-from hvdlab.kernel_ext.notebook.membership import ElasticState, MembershipChange
+from hvdlab.kernel_ext.notebook.elastic import Bounds, MembershipChange
+from hvdlab.kernel_ext.notebook.membership import ElasticState
 from hvdlab.widgets import rank_tables as widget_module
 from hvdlab.widgets.panel import Panel
 from hvdlab.widgets.pool_membership import (

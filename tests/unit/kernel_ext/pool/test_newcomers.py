@@ -7,12 +7,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlab.kernel_ext.notebook.elastic import BEFORE, UnsyncedRank, UnsyncedRanks
+from hvdlab.kernel_ext.notebook.elastic import BEFORE, MembershipHistory, UnsyncedRank, UnsyncedRanks
 
 
 def test_a_rank_is_a_newcomer_until_it_has_entered_the_cell() -> None:
     changes: list[None] = []
-    newcomers = UnsyncedRanks(lambda: changes.append(None))
+    history = MembershipHistory()
+    history.listen(lambda: changes.append(None))
+    newcomers = UnsyncedRanks(history)
     newcomers.add("resize", [2, 3], range(4))
     assert {rank: one.how for rank, one in newcomers.all().items()} == {2: "resize", 3: "resize"}
     newcomers.join("a", [2])

@@ -9,7 +9,7 @@ import pytest
 
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.types import Membership
-from hvdlab.kernel_ext.notebook.membership import ALL, MembershipChange, MembershipHistory
+from hvdlab.kernel_ext.notebook.elastic import ALL, MembershipChange, MembershipHistory
 
 
 def world(

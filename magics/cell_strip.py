@@ -13,8 +13,8 @@ from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.settings import read_variables
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
+from hvdlab.kernel_ext.notebook.output_channels import FixedCellChannel, LineTracking
 from hvdlab.kernel_ext.wire.cells import CellDone
-from hvdlab.magics.output_channels import FixedCellChannel, LineTracking
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell

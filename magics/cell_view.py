@@ -29,6 +29,13 @@ from hvdlab.kernel_ext.notebook.output.error_report import failure_of, report
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink, shown_limit
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink, Screen, hold_time
 from hvdlab.kernel_ext.notebook.output.transcript import GuardedSink
+from hvdlab.kernel_ext.notebook.output_channels import (
+    FixedCellChannel,
+    LineTracking,
+    OutputChannel,
+    RunningCellChannel,
+    in_notebook,
+)
 from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter
 from hvdlab.kernel_ext.wire.cells import Chunk
 from hvdlab.magics.cell_strip import StripSink, strips_enabled
@@ -38,13 +45,6 @@ from hvdlab.magics.notebook_pool import (
     as_usage_error,
     cell_number,
     shell_colours,
-)
-from hvdlab.magics.output_channels import (
-    FixedCellChannel,
-    LineTracking,
-    OutputChannel,
-    RunningCellChannel,
-    in_notebook,
 )
 from hvdlab.magics.screens import DisplayIds, NotebookScreen, TerminalScreen, write_to_terminal
 

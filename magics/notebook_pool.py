@@ -23,7 +23,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from hvdlab.collectives.errors import HvdlabError
 from hvdlab.collectives.text import compact_ranks, format_ranks, visible, visible_lines
 from hvdlab.kernel_ext.kernel.pool_defaults import PoolDefaults
-from hvdlab.magics.output_channels import FixedCellChannel, RunningCellChannel, in_notebook
+from hvdlab.kernel_ext.notebook.output_channels import RunningCellChannel, in_notebook
 
 if TYPE_CHECKING:
     from hvdlab.collectives.tracing.recording import Recording
@@ -113,7 +113,7 @@ class NotebookPool:
         if pool is not None and in_notebook(self.shell):
             from hvdlab.kernel_ext.notebook.comm_relay import CommRelay
 
-            CommRelay(pool.client, lambda: FixedCellChannel(self.shell).stream, self._widgets)
+            CommRelay(pool.client, self.shell, self._widgets)
         # A copy: the panel may end on the main thread while the thread of a start is here.
         for watcher in tuple(self.watchers):
             watcher()

@@ -24,8 +24,8 @@ from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.kernel_ext.notebook.cells.results import label_html
 from hvdlab.kernel_ext.notebook.output.merge import Cleared, LiveLines, Shown, Text, label
+from hvdlab.kernel_ext.notebook.output_channels import OutputChannel
 from hvdlab.kernel_ext.wire.cells import Display
-from hvdlab.magics.output_channels import OutputChannel
 
 MESSAGE_CHARACTERS = 256 * 1024
 """Characters of one message at most."""

@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
+from IPython.core.interactiveshell import InteractiveShell
+
 from hvdlab.collectives.client import Client, CoordinatorLostError
 from hvdlab.kernel_ext.notebook.output.merge import label
+from hvdlab.kernel_ext.notebook.output_channels import FixedCellChannel
 from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, as_bytes, decode_comm, encode_comm
 
 WIDGET, CONTROL = "jupyter.widget", "jupyter.widget.control"
@@ -132,8 +135,6 @@ def _alone(comm: Any, message: dict[str, Any]) -> None:
     comm.on_msg(asked)
 
 
-Write = Callable[[str, str], None]
-
 KEPT_MESSAGES = 10_000
 """Messages of the page that wait for a coordinator. Beyond that the oldest ones go: a slider's newest position counts."""
 
@@ -143,15 +144,14 @@ class CommRelay:
 
     Args:
         client: That connection.
-        here: Called when a rank opens a comm; returns ``write(stream, text)``, which later shows text that the comm's callbacks
-            print.
+        shell: The notebook's shell. Text that a comm's callbacks print is shown in the cell that runs when the rank opens it.
         states: Gets all messages that pass.
     """
 
-    def __init__(self, client: Client, here: Callable[[], Write], states: WidgetStates) -> None:
-        self._client, self._here, self._states = client, here, states
+    def __init__(self, client: Client, shell: InteractiveShell, states: WidgetStates) -> None:
+        self._client, self._shell, self._states = client, shell, states
         self._lock = threading.Lock()
-        self._comms: dict[str, tuple[Any, Write]] = {}
+        self._comms: dict[str, tuple[Any, FixedCellChannel]] = {}
         #: Held while messages of the page are sent, so that all go out in order.
         self._posting = threading.Lock()
         #: Messages of the page that were not sent yet, each with its rank: there may be no coordinator.
@@ -166,12 +166,13 @@ class CommRelay:
             self._open(rank, message)
             return
         with self._lock:
-            comm, write = self._comms.get(message.comm, (None, None))
-        if comm is None or write is None:
+            comm, channel = self._comms.get(message.comm, (None, None))
+        if comm is None or channel is None:
             return
         if message.kind == "output":
             for name, text in message.data.items():
-                write(name, "".join(label((rank,)) + line for line in str(text).splitlines(keepends=True)))
+                lines = str(text).splitlines(keepends=True)
+                channel.stream(name, "".join(label((rank,)) + line for line in lines))
         elif message.kind == "comm_close":
             self._forget(message.comm)
             comm.close(message.data, message.metadata, list(message.buffers))
@@ -192,7 +193,7 @@ class CommRelay:
         comm.on_msg(lambda content: self._to_rank(rank, "comm_msg", message.comm, content))
         comm.on_close(lambda content: self._to_rank(rank, "comm_close", message.comm, content))
         with self._lock:
-            self._comms[message.comm] = comm, self._here()
+            self._comms[message.comm] = comm, FixedCellChannel(self._shell)
         self._states.opened(message.comm, message.target, message.data, message.buffers)
         try:
             comm.open(message.data, message.metadata, list(message.buffers))

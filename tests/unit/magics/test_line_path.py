@@ -19,11 +19,11 @@ from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher, CellReques
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
 from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
+from hvdlab.kernel_ext.notebook.output_channels import LineTracking, RunningCellChannel
 from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
 from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
 from hvdlab.magics.cell_strip import Strip, StripSink
-from hvdlab.magics.output_channels import LineTracking, RunningCellChannel
 from hvdlab.magics.screens import NotebookScreen
 
 LIMIT = 13

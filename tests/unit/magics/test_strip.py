@@ -15,9 +15,9 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.output.limit import LimitedSink
 from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
 from hvdlab.kernel_ext.notebook.output.transcript import CellRecorder, Transcript
+from hvdlab.kernel_ext.notebook.output_channels import LineTracking
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
 from hvdlab.magics.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
-from hvdlab.magics.output_channels import LineTracking
 from hvdlab.magics.screens import NotebookScreen
 from support.fakes.notebook_recorder import Clock, Recorder
 from support.patience import PATIENCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import comm
@@ -87,7 +88,9 @@ def states(monkeypatch: pytest.MonkeyPatch) -> WidgetStates:
 
 @pytest.fixture
 def comms(client: FakeClient, states: WidgetStates, monkeypatch: pytest.MonkeyPatch) -> FakeComms:
-    CommRelay(cast(Client, client), lambda: lambda stream, text: None, states)
+    kernel = SimpleNamespace(session=None, iopub_socket=None, get_parent=lambda channel: {})
+    shell: Any = SimpleNamespace(kernel=kernel)
+    CommRelay(cast(Client, client), shell, states)
     return FakeComms(monkeypatch)
 
 

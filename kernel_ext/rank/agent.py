@@ -141,10 +141,9 @@ class RankAgent:
         #: The last answer to a push, or to a pull that needs no transfer: the pool asks again where it was lost with a coordinator.
         self._answered: Acked | Value | None = None
         self._outgoing, self._incoming = OutgoingTransfers(loop), IncomingTransfers()
-        self._comparing = CompareServer(
-            shell, loop, lambda: engine.rank, lambda: engine.local_size, lambda answer: self._reply(answer)
-        )
-        self._viewer = VariableViewer(shell, lambda: self._cell, lambda answer: self._reply(answer))
+        self._comparing = CompareServer(shell, loop, engine)
+        self._main_status = status.MainThreadStatus()
+        self._viewer = VariableViewer(shell, engine, self._main_status)
         #: Variables of another rank, until this one has begun the cell that needs them.
         self._snapshot: sync.PendingSnapshot | None = None
         #: The cell that this rank has entered last while others ran it.
@@ -154,9 +153,6 @@ class RankAgent:
         self._turn = asyncio.Lock()
         #: Set by the control thread, or by close(); the main thread begins no further job from then on.
         self._leaving = False
-        self._state = "idle"
-        self._cell = ""
-        self._device = "cpu"
         self._worker: asyncio.Task[None] | None = None
         self._unfollow: Callable[[], None] = lambda: None
 
@@ -310,7 +306,7 @@ class RankAgent:
     @_control.handles(Complete, Inspect)
     def _complete(self, mail: Complete | Inspect) -> None:
         # Behind a cell, queued or running, the answer would come long after the user has typed on.
-        if self._cell or self._jobs:
+        if self._main_status.cell or self._jobs:
             self._look_aside(mail)
         else:
             self._queue_request(mail)
@@ -394,9 +390,9 @@ class RankAgent:
     def _status(self, ticket: int) -> ToPool:
         return status.make_status(
             ticket,
-            state=self._state,
-            cell=self._cell,
-            device=self._device,
+            state=self._main_status.state,
+            cell=self._main_status.cell,
+            device=self._main_status.device,
             plane=planes_text((self._engine.plane_text(), *self._engine.device_planes()), {}),
             pending=status.pending_now(self._engine.pending()),
             servers=status.servers_now(self._engine),
@@ -404,10 +400,12 @@ class RankAgent:
         )
 
     def _stack(self, ticket: int) -> ToPool:
-        frames = status.cell_stack(self.main_thread, self._gate.suspended_in) if self._cell else ()
+        frames = (
+            status.cell_stack(self.main_thread, self._gate.suspended_in) if self._main_status.cell else ()
+        )
         return Stack(
             ticket,
-            self._cell,
+            self._main_status.cell,
             frames,
             status.pending_now(self._engine.pending()),
             self._engine.paused,
@@ -445,7 +443,7 @@ class RankAgent:
         return self._run_cell(job) if isinstance(job, RunCell) else self._answer_or_fail(job)
 
     async def _run_cell(self, request: RunCell) -> None:
-        self._cell, self._state = request.cell, "running"
+        self._main_status.cell, self._main_status.state = request.cell, "running"
         if not request.joins:
             self._snapshot = (
                 None  # the cell that the snapshot was for has ended; other ranks have changed theirs by now
@@ -460,8 +458,8 @@ class RankAgent:
         finally:
             # On this thread: frameworks have a current device for each, and the thread that answers the
             # status is another one.
-            self._device = status.current_device()
-            self._cell, self._state = "", "idle"
+            self._main_status.device = status.current_device()
+            self._main_status.cell, self._main_status.state = "", "idle"
 
     async def _answer_or_fail(self, request: RankRequest) -> None:
         """Answer a request; a fault of ours must not end the task that runs the cells."""
@@ -531,8 +529,8 @@ class RankAgent:
         if snapshot is not None:
             snapshot.take(self._shell)
         # Before the mail: if that is lost with a coordinator, `_resend` repeats it for this cell.
-        self._entered = self._cell
-        self._reply(JoinedCell(self._cell))
+        self._entered = self._main_status.cell
+        self._reply(JoinedCell(self._main_status.cell))
 
     @property
     def main_thread(self) -> int:

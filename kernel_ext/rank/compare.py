@@ -10,7 +10,7 @@ import random
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
@@ -20,6 +20,7 @@ import numpy as np
 
 from hvdlab.bindings.fingerprints import fingerprint, threads_for
 from hvdlab.bindings.framework_hooks import ArraySource, hooks_of, loaded, names
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded
 from hvdlab.kernel_ext.rank.errors import one_line
 from hvdlab.kernel_ext.rank.object_tree import (
@@ -34,7 +35,7 @@ from hvdlab.kernel_ext.rank.object_tree import (
 )
 from hvdlab.kernel_ext.rank.object_tree import Leaves as Walked
 from hvdlab.kernel_ext.rank.values import PATIENCE
-from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.codec import TO_POOL, ToPool, encode
 from hvdlab.kernel_ext.wire.compare import (
     SPECIAL,
     AskBlocks,
@@ -69,21 +70,11 @@ class CompareServer:
     Args:
         shell: Shell with the variables.
         loop: The main thread's loop.
-        rank: Returns this rank's number.
-        neighbours: Returns the number of ranks of this host that make fingerprints at the same time.
-        reply: Sends an answer; any thread.
+        engine: The rank's engine; it sends the answers.
     """
 
-    def __init__(
-        self,
-        shell: Any,
-        loop: asyncio.AbstractEventLoop,
-        rank: Callable[[], int],
-        neighbours: Callable[[], int],
-        reply: Callable[[ToPool], None],
-    ) -> None:
-        self._shell, self._loop, self._reply = shell, loop, reply
-        self._rank, self._neighbours = rank, neighbours
+    def __init__(self, shell: Any, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+        self._shell, self._loop, self._engine = shell, loop, engine
         self._open: ComparisonOpened | None = None
         self._questions: asyncio.Queue[ComparisonRequest | int] = (
             asyncio.Queue()
@@ -122,6 +113,10 @@ class CompareServer:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
             self._loop.call_soon_threadsafe(self._deliver, question)
 
+    def _reply(self, answer: ToPool) -> None:
+        """Send an answer to the pool. Any thread."""
+        self._engine.post(TO_POOL, encode(answer))
+
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def _deliver(self, question: ComparisonRequest | int) -> None:
@@ -136,7 +131,8 @@ class CompareServer:
         if request.ticket in self._released:
             return
         try:
-            examination = ComparedValue(self._value(request), threads_for(self._neighbours()))
+            # The other ranks of this host make fingerprints at the same time.
+            examination = ComparedValue(self._value(request), threads_for(self._engine.local_size))
             answer = examination.examined(request.ticket)
         except BaseException as error:  # noqa: BLE001  # evaluating runs the user's code, which may also exit
             self._reply(ComparisonOpened(request.ticket, error=one_line(error)))
@@ -194,7 +190,7 @@ class CompareServer:
     def _answer(
         self, question: ComparisonRequest, examination: ComparedValue, reader: SharedBufferReader
     ) -> ToPool:
-        rank = self._rank()
+        rank = self._engine.rank
         if isinstance(question, AskLeaves):
             return examination.some_leaves(question.ticket, question.first)
         if isinstance(question, AskBlocks):

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 from typing import Any
 
@@ -17,6 +18,21 @@ from hvdlab.collectives.planes.base import THROUGH_HOST, Links
 from hvdlab.kernel_ext.rank.cell_source import label_of
 from hvdlab.kernel_ext.rank.errors import is_internal, is_ours
 from hvdlab.kernel_ext.wire.status import PendingNow, ServerNow, StackFrame, Status
+
+
+@dataclass(slots=True)
+class MainThreadStatus:
+    """Status of a rank's main thread. That thread sets it, and any thread may read it.
+
+    Attributes:
+        state: ``running`` while a cell runs, ``idle`` otherwise.
+        cell: Id of the cell that runs; empty between cells.
+        device: Device to which new arrays of the last cell went.
+    """
+
+    state: str = "idle"
+    cell: str = ""
+    device: str = "cpu"
 
 
 def make_status(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hvdlab.bindings.framework_hooks import ArraySource, loaded
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.rank.compare import ComparedValue
 from hvdlab.kernel_ext.rank.completion import TookTooLong, bounded, user_variables
 from hvdlab.kernel_ext.rank.errors import one_line
@@ -27,8 +28,9 @@ from hvdlab.kernel_ext.rank.object_tree import (
     shortened,
     type_name,
 )
+from hvdlab.kernel_ext.rank.status import MainThreadStatus
 from hvdlab.kernel_ext.rank.values import short_repr
-from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.codec import TO_POOL, ToPool, encode
 from hvdlab.kernel_ext.wire.compare import (
     AskTensors,
     AskVariables,
@@ -57,12 +59,12 @@ class VariableViewer:
 
     Args:
         shell: Has the variables.
-        cell: Id of the cell that runs, if one does.
-        reply: Sends an answer; any thread.
+        engine: The rank's engine; it sends the answers.
+        status: Names the cell that runs, if one does.
     """
 
-    def __init__(self, shell: Any, cell: Callable[[], str], reply: Callable[[ToPool], None]) -> None:
-        self._shell, self._cell, self._reply = shell, cell, reply
+    def __init__(self, shell: Any, engine: Engine, status: MainThreadStatus) -> None:
+        self._shell, self._engine, self._status = shell, engine, status
 
     def ask(self, question: ViewRequest) -> None:
         """Have a thread answer a question. Control thread."""
@@ -76,10 +78,10 @@ class VariableViewer:
             answer = _failed(question, f"looking at it takes longer than {WITHIN:.0f} s")
         except BaseException as error:  # noqa: BLE001  # evaluating runs the user's code, which may also exit
             answer = _failed(question, one_line(error))
-        self._reply(answer)
+        self._engine.post(TO_POOL, encode(answer))
 
     def _answer(self, question: ViewRequest) -> ToPool:
-        cell = self._cell()
+        cell = self._status.cell
         if isinstance(question, AskView):
             value = eval(question.expression, self._shell.user_global_ns, self._shell.user_ns)
             lines = tuple(describe(value))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
+from typing import cast
 
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.rank.compare import OVER, CompareServer
-from hvdlab.kernel_ext.wire.codec import ToPool
+from hvdlab.kernel_ext.wire.codec import TO_POOL, ToPool, decode_to_pool
 from hvdlab.kernel_ext.wire.compare import AskLeaves, ComparisonOpened, LeafList, OpenComparison
 from hvdlab.kernel_ext.wire.values import Acked
 
@@ -15,17 +17,22 @@ def test_a_question_that_comes_with_the_end_is_answered() -> None:
     answers: list[ToPool] = []
 
     async def scenario() -> None:
-        def reply(answer: ToPool) -> None:
-            answers.append(answer)
-            if isinstance(answer, ComparisonOpened):
-                examining.ask(AskLeaves(8, 5, 0))
-            elif isinstance(answer, LeafList):
-                # As from another thread, while the rank is still busy with the question before.
-                examining.release(5)
-                examining.ask(AskLeaves(9, 5, 0))
+        class LoneEngine:
+            rank, local_size = 0, 1
+
+            def post(self, topic: str, body: bytes) -> None:
+                assert topic == TO_POOL
+                answer = decode_to_pool(body)
+                answers.append(answer)
+                if isinstance(answer, ComparisonOpened):
+                    examining.ask(AskLeaves(8, 5, 0))
+                elif isinstance(answer, LeafList):
+                    # As from another thread, while the rank is still busy with the question before.
+                    examining.release(5)
+                    examining.ask(AskLeaves(9, 5, 0))
 
         shell = SimpleNamespace(user_ns={"x": [1, 2, 3]}, user_global_ns={})
-        examining = CompareServer(shell, asyncio.get_running_loop(), lambda: 0, lambda: 1, reply)
+        examining = CompareServer(shell, asyncio.get_running_loop(), cast(Engine, LoneEngine()))
         await examining.run(OpenComparison(5, "x"))
         await asyncio.sleep(0)
 

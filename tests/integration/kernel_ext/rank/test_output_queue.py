@@ -287,7 +287,7 @@ def test_a_writer_waits_for_the_pool_and_goes_on(rank: Rank) -> None:
             received = pool.expect(Output).total
         assert received <= WINDOW
         pool.engine.settle()
-        assert rank.agent._state == "running"
+        assert rank.agent._main_status.state == "running"
         pool.engine.mail(Acknowledge(cell, received))
         assert len(pool.finish(cell).text()) == 3000 * 10000 - received
 

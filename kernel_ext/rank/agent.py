@@ -114,12 +114,10 @@ class RankAgent:
         self._capture = OutputQueue(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
         self._last_words = ExitFlush(self._capture, engine)
         self._compiler = CellCompiler()
-        self._prompting = RankStdin(
-            engine, lambda mail: self._reply(mail), self._capture.flush, lambda: self._gate.interrupted
-        )
+        self._prompting = RankStdin(engine, self._capture, self._gate)
         self._capture.on_absence = lambda: self._prompting.set_owner_present(False)
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)
-        self._debug = DebugServer(engine.post, self._call_soon, lambda: self._compiler.files, self._paused)
+        self._debug = DebugServer(engine, loop, self._compiler)
         self._runner = CellExecutor(
             shell,
             engine,
@@ -360,12 +358,6 @@ class RankAgent:
     def _enqueue(self, job: RunCell | RankRequest) -> None:
         self._jobs.append(job)
         self._call_soon(self._arrived.set)
-
-    def _paused(self, yes: bool) -> None:
-        """Tell the engine that the debugger has stopped this rank, or let it go on: its timers stand still meanwhile."""
-        set_timers = getattr(self._engine, "pause" if yes else "resume", None)
-        if set_timers is not None:
-            set_timers("stopped by the debugger")
 
     def _on_interrupt(self) -> None:
         self._gate.request()

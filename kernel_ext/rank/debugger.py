@@ -10,6 +10,7 @@ pair of names from here, and translates.
 
 from __future__ import annotations
 
+import asyncio
 import bdb
 import contextlib
 import ctypes
@@ -22,7 +23,7 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -32,9 +33,9 @@ import IPython
 import traitlets
 from IPython.core.error import StdinNotImplementedError, UsageError
 
-from hvdlab.kernel_ext.rank.cell_source import label_of
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler, label_of
 from hvdlab.kernel_ext.rank.errors import is_ours
-from hvdlab.kernel_ext.rank.stdin import LeftDebugger
+from hvdlab.kernel_ext.rank.stdin import LeftDebugger, PausableEngine
 from hvdlab.kernel_ext.wire.codec import encode
 from hvdlab.kernel_ext.wire.debug import (
     DEBUG,
@@ -179,6 +180,7 @@ INSIST = 0.3
 LOADS = 3
 """Attempts to import debugpy."""
 
+STOPPED = "stopped by the debugger"
 OTHER_DEBUGGER = "debugpy.listen() or debugpy.connect() has brought another debugger to it"
 
 _LAST_LINE = 1 << 20
@@ -187,23 +189,18 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 class DebugServer:
-    """Made with the agent; costs nothing until the first :class:`OpenDebug` comes.
+    """Server of debugging sessions, made with the agent; it costs nothing until the first :class:`OpenDebug` comes.
 
     Args:
-        post: ``post(topic, body)`` sends mail to the notebook; any thread.
-        on_main: Calls something on the main thread, between cells.
-        cells: The frontend's file of each cell, and what the cell is compiled as.
-        paused: ``paused(yes)``: this rank has stopped, or goes on; collectives that wait for it need patience.
+        engine: Sends mail to the notebook. It is paused while this rank has stopped: its timers stand still meanwhile.
+        loop: The main thread's loop, in which code runs between cells.
+        compiler: Knows the frontend's file of each cell, and the name that the cell was compiled under.
     """
 
     def __init__(
-        self,
-        post: Callable[[str, bytes], None],
-        on_main: Callable[[Callable[[], object]], None],
-        cells: Callable[[], Mapping[str, str]],
-        paused: Callable[[bool], None] = lambda yes: None,
+        self, engine: PausableEngine, loop: asyncio.AbstractEventLoop, compiler: CellCompiler
     ) -> None:
-        self._post, self._on_main, self._cells, self._paused = post, on_main, cells, paused
+        self._engine, self._loop, self._compiler = engine, loop, compiler
         self._lock = threading.Lock()
         self._session = 0
         self._unfit = ""  # what the installed debugpy lacks
@@ -293,7 +290,7 @@ class DebugServer:
     def _open(self, order: OpenDebug) -> None:
         # What a failed attempt leaves behind spoils the next one.
         error = self._unfit or self._begin(order)
-        self._post(DEBUG, encode(DebugOpened(order.session, error)))
+        self._engine.post(DEBUG, encode(DebugOpened(order.session, error)))
 
     def _begin(self, order: OpenDebug) -> str:
         """Begin a session; returns what is wrong."""
@@ -303,9 +300,9 @@ class DebugServer:
             if self._server is None:
                 if _has_other_debugger():
                     return OTHER_DEBUGGER
-                self._server = _Server(self._take)
+                self._server = _Server(self)
             self._session = order.session
-            for file, name in self._cells().items():
+            for file, name in self._compiler.files.items():
                 self._server.map(file, name)
             self._server.trace()
             self._on_main(self._server.trace_here)
@@ -335,13 +332,19 @@ class DebugServer:
             self._on_main(self._untrace)
         self._go_on(None)
 
+    def _on_main(self, callback: Callable[[], object]) -> None:
+        """Call something on the main thread, between cells."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
+            self._loop.call_soon_threadsafe(callback)
+
     def _untrace(self) -> None:
         if self._server is not None and not self._session:
             self._server.untrace_here()
 
     # -- the server's thread --------------------------------------------------------------------------------------
 
-    def _take(self, message: bytes) -> None:
+    def take(self, message: bytes) -> None:
+        """Take a message of debugpy's server, and send it to the frontend."""
         said = json.loads(message)
         event = said.get("event") if said.get("type") == "event" else ""
         thread = (said.get("body") or {}).get("threadId", 0)
@@ -355,7 +358,7 @@ class DebugServer:
             self._main = next((one["id"] for one in threads if one["name"] == "MainThread"), self._main)
         session = self._session
         if session:
-            self._post(DEBUG, encode(DebugMessage(session, message)))
+            self._engine.post(DEBUG, encode(DebugMessage(session, message)))
 
     def _stop(self, thread: int) -> None:
         # The set is made under the lock: the server's thread, the main one and _work() change it.
@@ -375,7 +378,10 @@ class DebugServer:
         (self._over.clear if threads else self._over.set)()
         # Only on a change: pauses of the engine add up, and each needs its own resume.
         if bool(before) != bool(threads):
-            self._paused(bool(threads))
+            if threads:
+                self._engine.pause(STOPPED)
+            else:
+                self._engine.resume(STOPPED)
 
     # -- main thread ----------------------------------------------------------------------------------------------
 
@@ -408,7 +414,7 @@ class DebugServer:
         self._server.go_on()
         for thread in self._stopped & {self._main} if self._server.waiting() else self._stopped:
             body = {"threadId": thread, "allThreadsContinued": False}
-            self._take(json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode())
+            self.take(json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode())
 
 
 def _adapted(message: bytes) -> bytes:
@@ -466,10 +472,10 @@ class _Server:
     """debugpy's server in this process, at the other end of a pair of sockets.
 
     Args:
-        take: Gets each message that the server sends.
+        owner: Takes each message that the server sends.
     """
 
-    def __init__(self, take: Callable[[bytes], None]) -> None:
+    def __init__(self, owner: DebugServer) -> None:
         # Else debugpy warns, into the user's output, that frozen modules of the standard library can't be stepped into.
         os.environ.setdefault("PYDEVD_DISABLE_FILE_VALIDATION", "1")
         before = sys.breakpointhook
@@ -512,7 +518,7 @@ class _Server:
             self._resume_if_interrupted()
         os.register_at_fork(after_in_child=self._forget)
         self._reader = threading.Thread(
-            target=self._read, args=(take,), name="hvdlab-debug-reader", daemon=True
+            target=self._read, args=(owner,), name="hvdlab-debug-reader", daemon=True
         )
         _exempt(self._reader)
         self._reader.start()
@@ -541,12 +547,12 @@ class _Server:
 
         self._db.do_wait_suspend = waiting
 
-    def _read(self, take: Callable[[bytes], None]) -> None:
+    def _read(self, owner: DebugServer) -> None:
         unframer = Unframer()
         with contextlib.suppress(OSError, FramingError):
             while data := self._mine.recv(1 << 16):
                 for message in unframer.feed(data):
-                    take(message)
+                    owner.take(message)
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):

@@ -13,11 +13,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from IPython.core.error import StdinNotImplementedError
 
+from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
+from hvdlab.kernel_ext.rank.output import OutputQueue
 from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,
     DEBUGGER,
@@ -30,6 +31,7 @@ from hvdlab.kernel_ext.wire.cells import (
     PromptWithdrawn,
 )
 from hvdlab.kernel_ext.wire.channel import Payload
+from hvdlab.kernel_ext.wire.codec import TO_POOL, encode
 
 AT_A_PROMPT = "at a prompt"
 
@@ -45,10 +47,11 @@ class LeftDebugger(BaseException):
 
 
 class PausableEngine(Protocol):
-    """The part of the engine that prompting needs."""
+    """The part of the engine that prompts and the debugger need: mail, and pauses of a rank that waits for the user."""
 
     def pause(self, reason: str = ...) -> None: ...
     def resume(self, reason: str = ...) -> None: ...
+    def post(self, topic: str, body: bytes) -> None: ...
 
 
 class _Waiting:
@@ -70,20 +73,13 @@ class RankStdin:
     """The questions of this rank.
 
     Args:
-        engine: Paused while a question is open.
-        post: Sends mail to the pool.
-        flush: Sends all earlier output.
-        interrupted: Whether the running cell has been interrupted.
+        engine: Sends the questions, and is paused while one is open.
+        capture: The output, of which all goes before a question.
+        gate: Knows whether the running cell has been interrupted.
     """
 
-    def __init__(
-        self,
-        engine: PausableEngine,
-        post: Callable[[Payload], None],
-        flush: Callable[[], None],
-        interrupted: Callable[[], bool],
-    ) -> None:
-        self._engine, self._post, self._flush, self._interrupted = engine, post, flush, interrupted
+    def __init__(self, engine: PausableEngine, capture: OutputQueue, gate: InterruptDelivery) -> None:
+        self._engine, self._capture, self._gate = engine, capture, gate
         # Numbers must also be larger than those of the processes that were this rank before.
         self._numbers = itertools.count(time.time_ns() // 1000)
         #: Open questions by number. The threads that ask add and remove them, other threads end them.
@@ -111,7 +107,7 @@ class RankStdin:
         )
         kind = DEBUGGER if debugger else INPUT
         try:
-            if debugger and self._interrupted():
+            if debugger and self._gate.interrupted:
                 raise KeyboardInterrupt
             return self._ask(kind, str(prompt))
         except KeyboardInterrupt as interrupt:
@@ -134,7 +130,7 @@ class RankStdin:
         sys.stdout.flush()
         sys.stderr.flush()
         # The output before the question reaches the notebook before it.
-        self._flush()
+        self._capture.flush()
         request = PromptRequest(cell, next(self._numbers), kind, _shown(prompt))
         waiting = self._waiting[request.number] = _Waiting(request)
         try:
@@ -145,7 +141,9 @@ class RankStdin:
             raise
         # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
         # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
-        interrupted = self._interrupted_cell == request.cell and (kind == DEBUGGER or not self._interrupted())
+        interrupted = self._interrupted_cell == request.cell and (
+            kind == DEBUGGER or not self._gate.interrupted
+        )
         if interrupted and not waiting.on_main:
             del self._waiting[request.number]
             raise KeyboardInterrupt
@@ -173,6 +171,10 @@ class RankStdin:
         if reply.error:
             raise StdinNotImplementedError(reply.error.format(what=what))
         return reply.text
+
+    def _post(self, mail: Payload) -> None:
+        """Send mail to the pool."""
+        self._engine.post(TO_POOL, encode(mail))
 
     def _check_answerable(self, cell: str, what: str) -> None:
         """Raise an error if a question of this cell gets no answer: the cell has ended, or no notebook waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -11,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler
 from hvdlab.kernel_ext.rank.debugger import DebugServer, load
 
 PARTS = """\
@@ -58,6 +60,21 @@ class MeanwhileLock:
         self._lock.release()
 
 
+class StoppedEngine:
+    """Engine that keeps whether each change of it was a pause."""
+
+    def __init__(self, pauses: list[bool]) -> None:
+        self._pauses = pauses
+
+    def pause(self, reason: str = "") -> None:
+        self._pauses.append(True)
+
+    def resume(self, reason: str = "") -> None:
+        self._pauses.append(False)
+
+    def post(self, topic: str, body: bytes) -> None: ...
+
+
 @pytest.fixture
 def pauses() -> list[bool]:
     return []
@@ -66,21 +83,22 @@ def pauses() -> list[bool]:
 @pytest.fixture
 def server(pauses: list[bool]) -> DebugServer:
     """Return the server of a rank in a session, one of whose threads has stopped."""
-    server = DebugServer(lambda topic, body: None, lambda work: None, dict, pauses.append)
+    # Without debugpy there is nothing to call on the main thread.
+    server = DebugServer(StoppedEngine(pauses), cast(asyncio.AbstractEventLoop, None), CellCompiler())
     server._session = 1
-    server._take(event("stopped", 1))
+    server.take(event("stopped", 1))
     return server
 
 
 def test_thread_that_goes_on_while_another_stops_is_not_stopped(server: DebugServer) -> None:
-    server._lock = cast(Any, MeanwhileLock(lambda: server._take(event("continued", 1))))
-    server._take(event("stopped", 2))
-    server._take(event("continued", 2))
+    server._lock = cast(Any, MeanwhileLock(lambda: server.take(event("continued", 1))))
+    server.take(event("stopped", 2))
+    server.take(event("continued", 2))
     assert not server.stopped
 
 
 def test_stop_reported_as_its_session_ends_pauses_nothing(server: DebugServer, pauses: list[bool]) -> None:
     server._lock = cast(Any, MeanwhileLock(server._end))
-    server._take(event("stopped", 2))
+    server.take(event("stopped", 2))
     assert not server.stopped
     assert pauses == [True, False]

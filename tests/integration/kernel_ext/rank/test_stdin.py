@@ -9,13 +9,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from IPython.core.error import StdinNotImplementedError
 
 from hvdlab.kernel_ext.rank.debugger import POST_MORTEM
 from hvdlab.kernel_ext.rank.interrupts import InterruptDelivery
+from hvdlab.kernel_ext.rank.output import OutputQueue
 from hvdlab.kernel_ext.rank.stdin import LeftDebugger, RankStdin
 from hvdlab.kernel_ext.wire.cells import (
     AT_AN_END,
@@ -29,6 +31,7 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     SetOwner,
 )
+from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
@@ -185,8 +188,38 @@ def test_a_long_prompt_is_cut(rank: Rank) -> None:
     assert len(asked[0].prompt) < 3000
 
 
+class PromptingEngine:
+    """Engine of a rank that asks; the rank's mail goes to a function of the test."""
+
+    def __init__(self, take: Callable[[object], object]) -> None:
+        self._take = take
+
+    def pause(self, reason: str = "") -> None: ...
+    def resume(self, reason: str = "") -> None: ...
+
+    def post(self, topic: str, body: bytes) -> None:
+        assert topic == TO_POOL
+        self._take(decode_to_pool(body))
+
+
+def stdin_of(
+    engine: PromptingEngine,
+    flush: Callable[[], None] = lambda: None,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> RankStdin:
+    """Return the questions of a rank whose output and interrupts are functions."""
+
+    class Gate:
+        @property
+        def interrupted(self) -> bool:
+            return interrupted()
+
+    capture = SimpleNamespace(flush=flush)
+    return RankStdin(engine, cast(OutputQueue, capture), cast(InterruptDelivery, Gate()))
+
+
 def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
-    class Engine:
+    class Engine(PromptingEngine):
         paused, interrupts = 0, 1
 
         def pause(self, reason: str = "") -> None:
@@ -198,13 +231,12 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
                 raise KeyboardInterrupt
             self.paused -= 1
 
-    engine = Engine()
-    prompting = RankStdin(
-        engine, lambda mail: isinstance(mail, PromptRequest) and answer(mail), lambda: None, lambda: False
-    )
+    def answer(mail: object) -> None:
+        if isinstance(mail, PromptRequest):
+            prompting.answered(PromptReply(mail.number, "yes"))
 
-    def answer(ask: PromptRequest) -> None:
-        prompting.answered(PromptReply(ask.number, "yes"))
+    engine = Engine(answer)
+    prompting = stdin_of(engine)
 
     prompting.cell_begins("c")
     with pytest.raises(KeyboardInterrupt):
@@ -216,7 +248,7 @@ def test_a_pause_that_an_interrupt_left_behind_ends_with_the_cell() -> None:
 def test_thread_that_resumes_after_its_cell_hides_no_later_pause() -> None:
     over, open_now = threading.Event(), threading.Event()
 
-    class Engine:
+    class Engine(PromptingEngine):
         paused, interrupts = 0, 1
 
         def pause(self, reason: str = "") -> None:
@@ -235,8 +267,8 @@ def test_thread_that_resumes_after_its_cell_hides_no_later_pause() -> None:
             prompting.answered(PromptReply(mail.number, "yes"))
         open_now.set()
 
-    engine = Engine()
-    prompting = RankStdin(engine, post, lambda: None, lambda: False)
+    engine = Engine(post)
+    prompting = stdin_of(engine)
 
     def ask() -> None:
         with contextlib.suppress(StdinNotImplementedError):
@@ -269,10 +301,6 @@ def test_thread_that_resumes_after_its_cell_hides_no_later_pause() -> None:
 def test_question_whose_cell_ends_before_it_opens_is_not_asked(
     end: Callable[[RankStdin], None],
 ) -> None:
-    class Engine:
-        def pause(self, reason: str = "") -> None: ...
-        def resume(self, reason: str = "") -> None: ...
-
     asked: list[object] = []
 
     def post(mail: object) -> None:
@@ -281,7 +309,7 @@ def test_question_whose_cell_ends_before_it_opens_is_not_asked(
             prompting.answered(PromptReply(mail.number, "of no cell"))  # the thread would wait for ever
 
     # The output before a question is sent between the first look at the cell and the question's entry.
-    prompting = RankStdin(Engine(), post, lambda: end(prompting), lambda: False)
+    prompting = stdin_of(PromptingEngine(post), flush=lambda: end(prompting))
     prompting.cell_begins("c")
     raised: list[Exception] = []
 
@@ -301,10 +329,6 @@ def test_question_whose_cell_ends_before_it_opens_is_not_asked(
 def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_handle_an_interrupt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Engine:
-        def pause(self, reason: str = "") -> None: ...
-        def resume(self, reason: str = "") -> None: ...
-
     class Debugger(bdb.Bdb, cmd.Cmd):
         def __init__(self) -> None:
             bdb.Bdb.__init__(self)
@@ -312,7 +336,7 @@ def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_han
 
     handled = iter([False])  # when it is looked for first; then it is
     asked: list[object] = []
-    prompting = RankStdin(Engine(), asked.append, lambda: None, lambda: next(handled, True))
+    prompting = stdin_of(PromptingEngine(asked.append), interrupted=lambda: next(handled, True))
     monkeypatch.setattr("builtins.input", prompting.input)
     prompting.cell_begins("c")
     prompting.interrupted()

@@ -40,12 +40,15 @@ LINES: dict[str, Callable[[int, io.TextIOBase], None]] = {
 def rank_stream(fds: FdCapture | None, unsent: CrashRing | None = None) -> Iterator[io.TextIOBase]:
     """Yield a rank's stdout, whose pool takes everything at once."""
 
-    def post(topic: str, body: bytes) -> None:
-        output = codec.decode_to_pool(body)
-        assert isinstance(output, Output)
-        capture.acknowledge(output.cell, output.total)
+    class AcknowledgingEngine:
+        size = 1
 
-    capture = OutputQueue(post, fds=fds, unsent=unsent)
+        def post(self, topic: str, body: bytes) -> None:
+            output = codec.decode_to_pool(body)
+            assert isinstance(output, Output)
+            capture.acknowledge(output.cell, output.total)
+
+    capture = OutputQueue(AcknowledgingEngine(), fds=fds, unsent=unsent)
     capture.start()
     capture.begin_cell("")
     stream = RankStream(capture, "stdout", None)

@@ -111,7 +111,7 @@ class RankAgent:
         self._leave = leave or loop.stop
         self._fds = fds
         self._gate = InterruptDelivery(loop, engine)
-        self._capture = OutputQueue(engine.post, fds=fds, ranks=lambda: engine.size, unsent=unsent)
+        self._capture = OutputQueue(engine, fds=fds, unsent=unsent)
         self._last_words = ExitFlush(self._capture, engine)
         self._compiler = CellCompiler()
         self._prompting = RankStdin(engine, self._capture, self._gate)
@@ -129,7 +129,7 @@ class RankAgent:
             self._prompting,
         )
         self._setup.preparing = lambda: self._runner.preparing
-        self._comms = RankComms(engine.post, self._capture.widgets)
+        self._comms = RankComms(engine, self._capture.widgets)
         #: Callbacks of widgets under way. A loop has only weak references to its tasks.
         self._delivering: set[asyncio.Task[None]] = set()
         #: Work for the main thread, in order; the control thread appends it.

@@ -28,7 +28,7 @@ from contextvars import ContextVar
 from time import monotonic
 from typing import IO, Any, NoReturn, Protocol, cast
 
-from hvdlab.kernel_ext.rank.output_log import OutputLog, Post
+from hvdlab.kernel_ext.rank.output_log import OutputEngine, OutputLog
 from hvdlab.kernel_ext.rank.pipes import FdCapture, PipeText, receive
 from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
 from hvdlab.kernel_ext.wire.cells import ACK_BYTES, CellDone, Chunk, Clear, Display, Stream
@@ -70,9 +70,8 @@ class OutputQueue:
     not held while a thread sends or waits.
 
     Args:
-        post: Sends mail.
+        engine: Sends mail, and knows the number of ranks.
         fds: Redirected descriptors, if there are any.
-        ranks: How many ranks there are.
         unsent: Gets a copy of everything first, for the case that this process is killed before it has sent it.
 
     Attributes:
@@ -82,17 +81,16 @@ class OutputQueue:
 
     def __init__(
         self,
-        post: Post,
+        engine: OutputEngine,
         *,
         fds: FdCapture | None = None,
-        ranks: Callable[[], int] = lambda: 1,
         unsent: CrashRing | None = None,
     ) -> None:
         self.widgets = WidgetOutputs()
         self._unsent = unsent
-        self._ranks = ranks
+        self._engine = engine
         self._window = WINDOW
-        self.sent = OutputLog(post)
+        self.sent = OutputLog(engine)
         self._fds = fds
         #: Set in a forked child: on each write, a flag costs less than asking for the process's number.
         self._forked = False
@@ -163,7 +161,7 @@ class OutputQueue:
         with self._sending, self._lock:
             self._send_queued()
             self._cell, self._total, self._taken, self._over = cell, 0, 0, False
-            self._window = window_of(self._ranks())
+            self._window = window_of(self._engine.size)
             if self._unsent is not None:
                 self._unsent.begin(cell, self._window)
             self._room.notify_all()

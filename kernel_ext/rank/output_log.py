@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -25,8 +26,6 @@ UNATTENDED = 4 << 20
 WITH_NOTEBOOK = 5.0
 """Seconds between a cell's interrupt and the end of its notebook for one to have come with the other: Jupyter kills a kernel
 that has not ended so long after it was asked to."""
-
-Post = Callable[[str, bytes], None]
 
 
 @dataclass(slots=True)
@@ -52,15 +51,26 @@ class _Cell:
     done: CellDone | None = None
 
 
+class OutputEngine(Protocol):
+    """The part of the engine that a rank's output needs."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of living members of the world."""
+
+    def post(self, topic: str, body: bytes) -> None:
+        """Send mail to the pool. It must not block: locks are held, so that messages leave in order."""
+
+
 class OutputLog:
     """The cells that came and were not settled. Any thread.
 
     Args:
-        post: ``post(topic, body)``. Must not block; called with a lock held, so that messages leave in order.
+        engine: Sends the messages.
     """
 
-    def __init__(self, post: Post) -> None:
-        self._post = post
+    def __init__(self, engine: OutputEngine) -> None:
+        self._engine = engine
         self._lock = threading.RLock()
         self._cells: dict[str, _Cell] = {}
         #: Whether a process has asked for the retained cells and has not ended: it accepts nothing behind a
@@ -150,7 +160,7 @@ class OutputLog:
                 known.total = before + size
                 if unattended and not self._retains_all:
                     _shorten(known)
-            self._post(TO_POOL, body)
+            self._engine.post(TO_POOL, body)
             return before + size if known is not None else None
 
     @property
@@ -167,7 +177,7 @@ class OutputLog:
             # Counted first: if an interrupt keeps this message back, the total of the next one covers its
             # bytes. The pool acknowledges totals, so the window does not stay narrower.
             self._late_total += size
-            self._post(TO_POOL, encode(Late(cell, tuple(chunks), self._late_total)))
+            self._engine.post(TO_POOL, encode(Late(cell, tuple(chunks), self._late_total)))
 
     def done(self, done: CellDone) -> None:
         """Send a cell's end, after all of its output."""
@@ -177,7 +187,7 @@ class OutputLog:
                 done = known.done = msgspec.structs.replace(done, total=known.total)
                 if _was_interrupted(done):
                     self._interrupted = (known.label, time.monotonic())
-            self._post(TO_POOL, encode(done))
+            self._engine.post(TO_POOL, encode(done))
 
     def acknowledge(self, cell: str, taken: int) -> None:
         """Drop the messages of a cell whose bytes the pool has taken."""
@@ -208,12 +218,12 @@ class OutputLog:
                 _forget(known, taken)
                 # In order, under the lock: a message that the sending thread posted in between would come before its predecessors.
                 if known.before > received:
-                    self._post(TO_POOL, _bridge(cell, received, known.before))
+                    self._engine.post(TO_POOL, _bridge(cell, received, known.before))
                 for total, body in known.outputs:
                     if total > received:
-                        self._post(TO_POOL, body)
+                        self._engine.post(TO_POOL, body)
                 if known.done is not None:
-                    self._post(TO_POOL, encode(known.done))
+                    self._engine.post(TO_POOL, encode(known.done))
 
 
 def _was_interrupted(done: CellDone | None) -> bool:

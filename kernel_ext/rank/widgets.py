@@ -21,6 +21,7 @@ import ipykernel.ipkernel  # noqa: F401  # puts its own in the place of what is 
 from comm.base_comm import BaseComm
 from ipykernel.comm import CommManager
 
+from hvdlab.collectives.engine.engine import Engine
 from hvdlab.kernel_ext.wire.cells import Clear, Display
 from hvdlab.kernel_ext.wire.channel import COMM, CommMessage, as_bytes, encode_comm
 from hvdlab.kernel_ext.wire.codec import wire_value
@@ -184,19 +185,16 @@ class WidgetOutputs:
         return isinstance(error, Exception)
 
 
-Post = Callable[[str, bytes], None]
-
-
 class RankComms:
     """The comms of this process.
 
     Args:
-        post: Sends mail to the pool.
+        engine: Sends mail to the pool.
         widgets: Installed with the first comm, as from then on there may be widgets that take output.
     """
 
-    def __init__(self, post: Post, widgets: WidgetOutputs) -> None:
-        self._post, self._widgets = post, widgets
+    def __init__(self, engine: Engine, widgets: WidgetOutputs) -> None:
+        self._engine, self._widgets = engine, widgets
         # ipykernel's class: ipyparallel's engine, which is a kernel of ipykernel's, takes no other.
         self._manager: Any = CommManager()  # type: ignore[no-untyped-call]  # it has no annotations
         self._before: tuple[Any, Any] | None = None
@@ -226,11 +224,11 @@ class RankComms:
         printed = {"stdout": out.getvalue(), "stderr": err.getvalue()}
         data = {name: wire_value(text) for name, text in printed.items() if text}
         if data:
-            self._post(COMM, encode_comm(CommMessage("output", message.comm, data, {}, ())))
+            self._engine.post(COMM, encode_comm(CommMessage("output", message.comm, data, {}, ())))
 
     def _create(self, *args: Any, **kwargs: Any) -> BaseComm:
         self._widgets.install()
-        return _RankComm(self._post, *args, **kwargs)
+        return _RankComm(self._engine, *args, **kwargs)
 
 
 class _CallbackText(io.StringIO):
@@ -249,8 +247,8 @@ class _CallbackText(io.StringIO):
 class _RankComm(BaseComm):
     """A comm whose other side is in the notebook's frontend."""
 
-    def __init__(self, post: Post, *args: Any, **kwargs: Any) -> None:
-        self._post = post
+    def __init__(self, engine: Engine, *args: Any, **kwargs: Any) -> None:
+        self._engine = engine
         super().__init__(*args, **kwargs)
 
     def publish_msg(
@@ -271,4 +269,4 @@ class _RankComm(BaseComm):
             keys.get("target_name") or "",
             keys.get("target_module"),
         )
-        self._post(COMM, encode_comm(message))
+        self._engine.post(COMM, encode_comm(message))

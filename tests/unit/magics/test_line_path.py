@@ -25,6 +25,7 @@ from hvdlab.kernel_ext.wire.cells import CellDone
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
 from hvdlab.magics.cell_strip import Strip, StripSink
 from hvdlab.magics.screens import NotebookScreen
+from support.fakes.posting_engine import PostingEngine
 
 LIMIT = 13
 """Modules of the rank and of the notebook; the engine and the coordinator between them carry the line as bytes of a mail."""
@@ -103,7 +104,7 @@ def test_a_printed_line_passes_few_modules(capsys: Any) -> None:
         arrived.set()
 
     with passed(modules):
-        queue = OutputQueue(post, unsent=CrashRing(area))
+        queue = OutputQueue(PostingEngine(post), unsent=CrashRing(area))
         queue.start()
         queue.sent.register("c", "[1]")
         queue.begin_cell("c")

@@ -42,6 +42,7 @@ from hvdlab.kernel_ext.wire.cells import (
     ResendFrom,
     Stream,
 )
+from support.fakes.posting_engine import PostingEngine
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ if TYPE_CHECKING:
 
 
 class Sent:
-    """Messages that an OutputQueue posted."""
+    """Engine that keeps the messages that an OutputQueue posts."""
+
+    size = 1
 
     def __init__(self) -> None:
         self.outputs: list[Output] = []
         self.some = threading.Event()
 
-    def __call__(self, topic: str, body: bytes) -> None:
+    def post(self, topic: str, body: bytes) -> None:
         mail = codec.decode_to_pool(body)
         assert isinstance(mail, Output)
         self.outputs.append(mail)
@@ -144,7 +147,7 @@ def test_a_writer_that_goes_on_while_a_batch_is_sent_fills_the_next_one() -> Non
         elif sum(sizes) < 3 * BATCH:
             capture.write("stdout", "a line\n")  # as if a thread wrote while this message is sent
 
-    capture = OutputQueue(post)
+    capture = OutputQueue(PostingEngine(post))
     capture.start()
     capture.write("stdout", "x" * BATCH)
     assert begun.wait(PATIENCE)
@@ -407,7 +410,7 @@ class Waiting(threading.Condition):
 
 def test_late_output_comes_after_the_end_of_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     mails: list[Any] = []
-    capture = OutputQueue(lambda topic, body: mails.append(codec.decode_to_pool(body)))
+    capture = OutputQueue(PostingEngine(lambda topic, body: mails.append(codec.decode_to_pool(body))))
     capture.sent.register("cell")
     capture.begin_cell("cell")
     capture.write("stdout", "in time")
@@ -450,7 +453,7 @@ def test_text_that_waits_for_room_is_late_when_its_cell_ends_meanwhile() -> None
         set_current_cell("cell")
         capture.write("stdout", "waits")
 
-    capture = OutputQueue(post)
+    capture = OutputQueue(PostingEngine(post))
     capture._room = waiting = Waiting(capture._lock)
     capture.sent.register("cell")
     capture.begin_cell("cell")
@@ -481,7 +484,7 @@ def test_late_output_on_its_way_leaves_no_room_for_more() -> None:
             arrived.set()
             assert go_on.wait(PATIENCE)
 
-    capture = OutputQueue(post)
+    capture = OutputQueue(PostingEngine(post))
     capture.begin_cell("cell")
     capture.finish(CellDone("cell", None, 0.0))
     for _ in range(WINDOW // PIECE):

@@ -29,6 +29,7 @@ from hvdlab.kernel_ext.wire import crash_ring
 from hvdlab.kernel_ext.wire.cells import ACK_BYTES, CellDone, Chunk, Clear, Display, Output, Stream
 from hvdlab.kernel_ext.wire.codec import decode_to_pool
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
+from support.fakes.posting_engine import PostingEngine
 
 
 class PlayedPool:
@@ -121,7 +122,7 @@ def cell_of_rank(
     pool: PlayedPool, ranks: int = 1, fds: FdCapture | None = None, unsent: CrashRing | None = None
 ) -> Iterator[OutputQueue]:
     """Yield the queue of a rank that has begun cell ``c``, and sends only where it waits or a test flushes it."""
-    queue = OutputQueue(pool.post, ranks=lambda: ranks, fds=fds, unsent=unsent)
+    queue = OutputQueue(PostingEngine(pool.post, ranks), fds=fds, unsent=unsent)
     queue._room = TakenMeanwhile(queue, pool)
     queue.sent.register("c")
     queue.begin_cell("c")

@@ -31,6 +31,7 @@ from hvdlab.kernel_ext.wire.channel import Payload
 from hvdlab.kernel_ext.wire.codec import decode_to_pool
 from hvdlab.kernel_ext.wire.values import Acked, PushValue
 from hvdlab.launch.processes import start_time
+from support.fakes.posting_engine import PostingEngine
 from support.patience import PATIENCE
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def test_the_order_of_an_elastic_cell_is_kept_for_the_next_process(rank: Rank) -
 
 
 def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
-    sent = OutputLog(lambda topic, body: None)
+    sent = OutputLog(PostingEngine())
     sent.register("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)
@@ -193,7 +194,7 @@ def test_what_somebody_was_told_of_is_not_dropped_until_he_is_gone() -> None:
 
 def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
     """SetOwner, question and a second SetOwner come before the sending thread has checked the owners."""
-    capture = OutputQueue(lambda topic, body: None)
+    capture = OutputQueue(PostingEngine())
     capture.sent.register("a", "[1]")
     capture.set_owner(*me())
     for _ in range(2):
@@ -211,7 +212,7 @@ def test_who_is_named_again_keeps_what_he_was_told_of() -> None:
 
 def test_a_gap_is_told_instead_of_what_is_missing() -> None:
     posted: list[Payload] = []
-    sent = OutputLog(lambda topic, body: posted.append(decode_to_pool(body)))
+    sent = OutputLog(PostingEngine(lambda topic, body: posted.append(decode_to_pool(body))))
     sent.register("a", "[1]")
     for _ in range(3):
         sent.output("a", [], UNATTENDED, unattended=True)

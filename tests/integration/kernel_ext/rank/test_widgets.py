@@ -10,6 +10,7 @@ import pytest
 
 from hvdlab.kernel_ext.rank.output import OutputQueue
 from hvdlab.kernel_ext.rank.widgets import WidgetOutputs
+from support.fakes.posting_engine import PostingEngine
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_while_a_thread_is_in_a_widget_others_write_into_the_cell(outputs: Widge
 
 
 def test_a_write_asks_no_thread_for_its_widget_while_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = OutputQueue(lambda topic, body: None)
+    capture = OutputQueue(PostingEngine())
     capture.start()
 
     def asked(self: WidgetOutputs, name: str, text: str) -> bool:

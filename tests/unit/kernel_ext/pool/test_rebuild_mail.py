@@ -15,6 +15,7 @@ from hvdlab.kernel_ext.rank.output_log import OutputLog
 from hvdlab.kernel_ext.wire.cells import CellDone, Output, Stream
 from hvdlab.kernel_ext.wire.codec import TO_POOL, decode_to_pool, decode_to_rank
 from hvdlab.kernel_ext.wire.values import Acked, PushValue
+from support.fakes.posting_engine import PostingEngine
 from support.patience import PATIENCE
 
 CELL = "c"
@@ -26,7 +27,7 @@ class Link:
     def __init__(self) -> None:
         self.to_pool: deque[bytes] = deque()
         self.to_rank: deque[tuple[str, int, int]] = deque()
-        self.sent = OutputLog(self._post)
+        self.sent = OutputLog(PostingEngine(self._post))
         self.arrivals = ReceiveWindow([0])
         self.text = ""
         self.done: CellDone | None = None

@@ -85,7 +85,6 @@ class RankAgent:
         shell: The InteractiveShell that cells run in.
         loop: The loop of the main thread.
         engine: The rank's collective engine, connected.
-        leave: Called when the pool lets this rank go, after its cell; by default it stops the loop.
         fds: Redirected file descriptors, if the agent captures output below Python.
         unsent: Shared memory in which the process that forked this one finds unsent output if this one is killed.
     """
@@ -101,14 +100,12 @@ class RankAgent:
         loop: asyncio.AbstractEventLoop,
         engine: Engine,
         *,
-        leave: Callable[[], None] | None = None,
         fds: FdCapture | None = None,
         unsent: CrashRing | None = None,
     ) -> None:
         self._shell = shell
         self._loop = loop
         self._engine = engine
-        self._leave = leave or loop.stop
         self._fds = fds
         self._gate = InterruptDelivery(loop, engine)
         self._capture = OutputQueue(engine, fds=fds, unsent=unsent)
@@ -151,6 +148,8 @@ class RankAgent:
         self._turn = asyncio.Lock()
         #: Set by the control thread, or by close(); the main thread begins no further job from then on.
         self._leaving = False
+        #: Set by close(): the caller may run the loop on, so it is not stopped from then on.
+        self._closed = False
         self._worker: asyncio.Task[None] | None = None
         self._unfollow: Callable[[], None] = lambda: None
 
@@ -177,7 +176,7 @@ class RankAgent:
     def close(self) -> None:
         """Send the rest of the output, and give the shell, the streams and SIGINT back. Main thread; the engine stays open."""
         if self._worker is not None:
-            self._leaving, self._leave = True, lambda: None
+            self._leaving = self._closed = True
             self._worker.cancel()
             self._worker = None
         self._debug.close()
@@ -418,8 +417,13 @@ class RankAgent:
                     await self._do(job)
                 self._job = None
             if self._leaving:
-                self._leave()
+                if not self._closed:
+                    self._leave()
                 return
+
+    def _leave(self) -> None:
+        """Stop the loop: the pool has let this rank go, and its cell has ended."""
+        self._loop.stop()
 
     def _on_comm(self, body: bytes) -> None:
         """Deliver a message of a widget's view in the frontend, after what runs, in the order in which messages came."""

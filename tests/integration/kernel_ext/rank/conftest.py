@@ -228,6 +228,17 @@ class Pool:
                 return mail
 
 
+class StayingAgent(RankAgent):
+    """Agent that only reports that its rank may leave: the loop goes on until a test's script has ended."""
+
+    def __init__(self, shell: InteractiveShell, loop: asyncio.AbstractEventLoop, engine: Engine, **more: Any):
+        super().__init__(shell, loop, engine, **more)
+        self.left = threading.Event()
+
+    def _leave(self) -> None:
+        self.left.set()
+
+
 class Rank:
     """Rank whose main thread is the test's: :meth:`play` runs its loop while a script plays the pool."""
 
@@ -236,8 +247,8 @@ class Rank:
         self.engine = FakeEngine()
         self.loop = asyncio.new_event_loop()
         self.fds = FdCapture() if capture_fds else None
-        self.agent = RankAgent(shell, self.loop, cast(Engine, self.engine), leave=self._left, fds=self.fds)
-        self.left = threading.Event()
+        self.agent = StayingAgent(shell, self.loop, cast(Engine, self.engine), fds=self.fds)
+        self.left = self.agent.left
         self.agent.start()
 
     def play(self, script: Callable[[Pool], None]) -> None:
@@ -283,9 +294,6 @@ class Rank:
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
         self.engine.close()
-
-    def _left(self) -> None:
-        self.left.set()
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, TextIO
+from typing import IO, Any, NamedTuple, Protocol, TextIO
 
 from hvdlab.collectives.errors import InvalidRequestError, call_name
 from hvdlab.collectives.text import format_ranks, visible, visible_coloured
@@ -109,8 +109,9 @@ class ConsoleSink:
         """Pass on the lines that are complete now."""
         lines = self._lines.get((rank, stream))
         if lines is None:
-            lines = self._lines[rank, stream] = self._assembler(rank, stream)
-        lines.feed(data)
+            redraw = REDRAW_TERMINAL if self._writers[stream].terminal else REDRAW_PLAIN
+            lines = self._lines[rank, stream] = LineAssembler(redraw, self._clock)
+        self._show(rank, stream, lines.feed(data))
         self._writers[stream].flush()
 
     def ended(self, rank: int) -> None:
@@ -118,21 +119,17 @@ class ConsoleSink:
         for stream, writer in self._writers.items():
             lines = self._lines.pop((rank, stream), None)
             if lines is not None:
-                lines.finish()
+                self._show(rank, stream, lines.finish())
                 writer.flush()
 
     def close(self) -> None:
         """Do nothing: :meth:`ended` has passed on the held output."""
 
-    def _assembler(self, rank: int, stream: int) -> LineAssembler:
-        writer = self._writers[stream]
+    def _show(self, rank: int, stream: int, lines: Sequence[AssembledLine]) -> None:
         fixed = b"" if self._plain else prefix(rank, stream)
-
-        def emit(line: bytes, passing: bool) -> None:
+        for text, passing in lines:
             head = prefix(rank, stream, time.asctime()) if self._timestamp else fixed
-            writer.line(head + line, passing)
-
-        return LineAssembler(emit, REDRAW_TERMINAL if writer.terminal else REDRAW_PLAIN, self._clock)
+            self._writers[stream].line(head + text, passing)
 
 
 class FileSink:
@@ -181,6 +178,18 @@ REDRAW_TERMINAL, REDRAW_PLAIN = 0.1, 10.0
 """Seconds between two states of a progress bar that are shown, on a terminal and elsewhere."""
 
 
+class AssembledLine(NamedTuple):
+    """Line of a rank's output without its end.
+
+    Attributes:
+        text: Its bytes.
+        passing: Whether it is a state of a progress bar, which the next line may overwrite.
+    """
+
+    text: bytes
+    passing: bool
+
+
 class LineAssembler:
     """Assembler of lines from one stream of one rank. Without I/O.
 
@@ -188,51 +197,44 @@ class LineAssembler:
     between at most every ``redraw`` seconds.
 
     Args:
-        emit: Receives a line without its end, and whether it is a passing state.
         redraw: Seconds between passing states.
         clock: Source of monotonic seconds.
     """
 
-    __slots__ = ("_clock", "_emit", "_held", "_redraw", "_shown_at")
+    __slots__ = ("_clock", "_held", "_redraw", "_shown_at")
 
-    def __init__(
-        self,
-        emit: Callable[[bytes, bool], None],
-        redraw: float = REDRAW_PLAIN,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        self._emit, self._redraw, self._clock = emit, redraw, clock
+    def __init__(self, redraw: float = REDRAW_PLAIN, clock: Clock = time.monotonic) -> None:
+        self._redraw, self._clock = redraw, clock
         #: Text without a line's end so far, and when a passing state was shown last, by the clock.
         self._held = b""
         self._shown_at = -redraw
 
-    def feed(self, data: bytes) -> None:
-        """Add the next bytes."""
+    def feed(self, data: bytes) -> list[AssembledLine]:
+        """Add the next bytes; returns the lines that are due with them."""
         data = self._held + data
-        *lines, rest = data.split(b"\n")
-        for line in lines:
-            self._emit(_visible(line.removesuffix(b"\r")), False)
+        *whole, rest = data.split(b"\n")
+        lines = [AssembledLine(_visible(line.removesuffix(b"\r")), False) for line in whole]
         if b"\r" in rest[:-1] or (rest.endswith(b"\r") and len(rest) > 1):
-            rest = self._passing(rest)
+            rest = self._passing(rest, lines)
         while len(rest) > LONGEST:
-            self._emit(rest[:LONGEST], False)
+            lines.append(AssembledLine(rest[:LONGEST], False))
             rest = rest[LONGEST:]
         self._held = rest
+        return lines
 
-    def finish(self) -> None:
-        """End the stream: the remaining text is a line, too."""
+    def finish(self) -> list[AssembledLine]:
+        """End the stream; returns the remaining text as a line, if there is any."""
         rest, self._held = _visible(self._held.rstrip(b"\r")), b""
-        if rest:
-            self._emit(rest, False)
+        return [AssembledLine(rest, False)] if rest else []
 
-    def _passing(self, rest: bytes) -> bytes:
-        """Drop overwritten text; show the present state from time to time."""
+    def _passing(self, rest: bytes, lines: list[AssembledLine]) -> bytes:
+        """Drop overwritten text; from time to time add the present state to ``lines``."""
         # A carriage return at the end may be the first half of a line's end, so it stays.
         state = _visible(rest.rstrip(b"\r"))
         now = self._clock()
         if now - self._shown_at >= self._redraw:
             self._shown_at = now
-            self._emit(state, True)
+            lines.append(AssembledLine(state, True))
         return state + b"\r" if rest.endswith(b"\r") else b"\r" + state
 
 

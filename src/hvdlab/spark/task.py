@@ -22,7 +22,7 @@ from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.rank_process import STDERR, Child, SpawnError, spawn
 from hvdlab.launch.processes import ExitStatus
 from hvdlab.runner.function_worker import FunctionRaised
-from hvdlab.runner.output import LineAssembler, prefix
+from hvdlab.runner.output import AssembledLine, LineAssembler, prefix
 
 KEPT = 4 << 20
 """Bytes of a rank's output that are kept for the driver's streams: the last ones."""
@@ -197,11 +197,11 @@ def drain(child: Child, *, captured: bool) -> list[tuple[int, bytes]]:
     pieces: list[tuple[int, bytes]] = []
     size = 0
 
-    def lines(stream: int) -> LineAssembler:
-        head = prefix(child.rank, stream)
-        return LineAssembler(lambda line, passing: _write_all(STDERR, head + line + b"\n"))
+    def show(stream: int, lines: Sequence[AssembledLine]) -> None:
+        for line in lines:
+            _write_all(STDERR, prefix(child.rank, stream) + line.text + b"\n")
 
-    shown = {stream: lines(stream) for stream in child.pipes.values()}
+    assemblers = {stream: LineAssembler() for stream in child.pipes.values()}
     with DefaultSelector() as selector, os.fdopen(os.pidfd_open(child.pid), "rb", 0) as process:
         for pipe, stream in child.pipes.items():
             selector.register(pipe, EVENT_READ, stream)
@@ -217,14 +217,14 @@ def drain(child: Child, *, captured: bool) -> list[tuple[int, bytes]]:
                 if not data:
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    shown[key.data].finish()
+                    show(key.data, assemblers[key.data].finish())
                 elif captured:
                     pieces.append((key.data, data))
                     size += len(data)
                     while size - len(pieces[0][1]) >= KEPT:
                         size -= len(pieces.pop(0)[1])
                 else:
-                    shown[key.data].feed(data)
+                    show(key.data, assemblers[key.data].feed(data))
     return pieces
 
 

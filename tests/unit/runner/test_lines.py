@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.processes import OutputTail
-from hvdlab.runner.output import LONGEST, ConsoleSink, FileSink, LineAssembler, Writer, shown_lines
+from hvdlab.runner.output import (
+    LONGEST,
+    AssembledLine,
+    ConsoleSink,
+    FileSink,
+    LineAssembler,
+    Writer,
+    shown_lines,
+)
 from support.effort import examples
 
 
@@ -22,10 +30,17 @@ class Lines:
         self.now = 100.0
         self.lines: list[bytes] = []
         self.passing: list[bytes] = []
-        self.assembler = LineAssembler(self.take, redraw, lambda: self.now)
+        self._assembler = LineAssembler(redraw, lambda: self.now)
 
-    def take(self, line: bytes, passing: bool) -> None:
-        (self.passing if passing else self.lines).append(line)
+    def feed(self, data: bytes) -> None:
+        self._take(self._assembler.feed(data))
+
+    def finish(self) -> None:
+        self._take(self._assembler.finish())
+
+    def _take(self, lines: list[AssembledLine]) -> None:
+        for text, passing in lines:
+            (self.passing if passing else self.lines).append(text)
 
 
 @settings(max_examples=examples(100))
@@ -34,8 +49,8 @@ def test_lines_do_not_depend_on_how_they_come(text: bytes, cuts: list[int]) -> N
     lines = Lines()
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     for start, end in itertools.pairwise(edges):
-        lines.assembler.feed(text[start:end])
-    lines.assembler.finish()
+        lines.feed(text[start:end])
+    lines.finish()
     expected = text.split(b"\n")
     assert lines.lines == (expected[:-1] if not expected[-1] else expected)
 
@@ -43,8 +58,8 @@ def test_lines_do_not_depend_on_how_they_come(text: bytes, cuts: list[int]) -> N
 def test_a_progress_bar_ends_as_its_last_state() -> None:
     lines = Lines()
     for percent in range(101):
-        lines.assembler.feed(b"\r%3d%%" % percent)
-    lines.assembler.feed(b"\ndone\n")
+        lines.feed(b"\r%3d%%" % percent)
+    lines.feed(b"\ndone\n")
     assert lines.lines == [b"100%", b"done"]
     assert lines.passing == [b"  0%"]
 
@@ -53,24 +68,24 @@ def test_a_progress_bar_is_shown_from_time_to_time() -> None:
     lines = Lines(redraw=1.0)
     for step in range(6):
         lines.now += 0.5
-        lines.assembler.feed(b"%d\r" % step)
+        lines.feed(b"%d\r" % step)
     assert lines.passing == [b"0", b"2", b"4"]
-    lines.assembler.finish()
+    lines.finish()
     assert lines.lines == [b"5"]
 
 
 def test_windows_line_ends() -> None:
     lines = Lines()
-    lines.assembler.feed(b"a\r")
-    lines.assembler.feed(b"\nb\r\n")
+    lines.feed(b"a\r")
+    lines.feed(b"\nb\r\n")
     assert lines.lines == [b"a", b"b"]
 
 
 def test_a_line_without_an_end_is_bounded() -> None:
     lines = Lines()
     for _ in range(3):
-        lines.assembler.feed(b"x" * LONGEST)
-    lines.assembler.finish()
+        lines.feed(b"x" * LONGEST)
+    lines.finish()
     assert b"".join(lines.lines) == b"x" * (3 * LONGEST)
 
 

@@ -24,7 +24,7 @@ from hvdlab.ray.ray_logger import TOPIC
 from hvdlab.ray.strategy import GROUP_TIMEOUT, free_resources
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.job_spec import JobSpec, patience
-from hvdlab.runner.output import ConsoleSink, Writer, speaker
+from hvdlab.runner.output import ConsoleSink, Writer
 from hvdlab.runner.run_function import pickled, results
 
 _TURN = 0.5
@@ -182,7 +182,7 @@ class ElasticAdapter(Adapter):
             mail={TOPIC: on_log},
         )
         err = Writer(sys.stderr)
-        done = JobRun(job, ConsoleSink(Writer(sys.stdout), err), speaker(err)).run()
+        done = JobRun(job, ConsoleSink(Writer(sys.stdout), err), err).run()
         if done.stopped:
             raise KeyboardInterrupt
         return results(done, max(done.outcomes, default=-1) + 1)

@@ -25,7 +25,7 @@ from hvdlab.launch.command import excluded_by_user
 from hvdlab.launch.options import parse as parse_options
 from hvdlab.runner.flags import FLAGS, LEVELS, Flag, FlagKind
 from hvdlab.runner.options import MPI, RunOptions, read_config
-from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer, speaker
+from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer
 
 if TYPE_CHECKING:
     from hvdlab.runner.job_spec import JobSpec
@@ -114,9 +114,8 @@ def run(arguments: Sequence[str]) -> int:
     if not command:
         raise InvalidRequestError(f"there is no program to run; usage: {USAGE}")
     out, err = Writer(sys.stdout), Writer(sys.stderr)
-    say = speaker(err)
     for warning in options.warnings():
-        say(warning)
+        err.say(warning)
     job = options.job(command, stdin=_reads_stdin())
     if job.launcher == MPI:
         parse_options(MPI, (), job.launcher_options)  # mpiexec has --mpi-args
@@ -129,7 +128,7 @@ def run(arguments: Sequence[str]) -> int:
         sink = FileSink(Path(directory), job.size)
     else:
         sink = ConsoleSink(out, err, timestamp=bool(options.get("prefix_output_with_timestamp")))
-    return JobRun(job, sink, say, verbose=bool(options.get("verbose"))).run().code
+    return JobRun(job, sink, err, verbose=bool(options.get("verbose"))).run().code
 
 
 def _reads_stdin() -> bool:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -44,7 +44,7 @@ from hvdlab.launch.processes import ExitStatus, OutputTail, readable
 from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
 from hvdlab.runner.job_spec import JobSpec, find_launcher, own_address, program, variables
-from hvdlab.runner.output import Sink, failure_lines, stall_line
+from hvdlab.runner.output import Sink, Writer, failure_lines, stall_line
 from hvdlab.runner.supervisor import JobResult, Supervisor
 
 _CLOSING = 5.0
@@ -73,14 +73,12 @@ class JobRun:
     Args:
         job: The job to run.
         sink: Receiver of the ranks' output.
-        say: Prints the launcher's own lines.
+        err: Writer of the launcher's own lines; ``None`` drops them.
         verbose: Whether to print also where the coordinator listens and where ranks are started.
     """
 
-    def __init__(
-        self, job: JobSpec, sink: Sink, say: Callable[[str], None], *, verbose: bool = False
-    ) -> None:
-        self._job, self._sink, self._say = job, sink, say
+    def __init__(self, job: JobSpec, sink: Sink, err: Writer | None, *, verbose: bool = False) -> None:
+        self._job, self._sink, self._err = job, sink, err
         self._verbose = verbose
         self._supervisor = Supervisor(job.policy(), time.monotonic())
         #: The result so far, and whether the supervisor has finished.
@@ -127,9 +125,7 @@ class JobRun:
             except BaseException:
                 coordinator.close()
                 raise
-            keeper = CoordinatorSupervisor(
-                coordinator, self._client, self._news.post, self._news.coordinator_lost
-            )
+            keeper = CoordinatorSupervisor(coordinator, self._client, self._news)
             # Runs after the two that follow: once the coordinator is closed, an attempt under way has
             # nothing to wait for.
             cleanup.callback(keeper.close)
@@ -212,6 +208,10 @@ class JobRun:
             except (StartError, InvalidRequestError) as error:
                 self._running.difference_update(ranks)
                 self._news.post(e.Unstartable(tuple(ranks), str(error)))
+
+    def _say(self, text: str) -> None:
+        if self._err is not None:
+            self._err.say(text)
 
     def _say_where(self, launcher: Launcher) -> None:
         if not self._verbose:
@@ -368,20 +368,14 @@ class CoordinatorSupervisor:
     Args:
         coordinator: Its process, started with ``keep``.
         client: The launcher's connection to it.
-        say: Prints a line when another coordinator has taken over, or the old one was connected to again.
-        lost: Called with the reason if neither was possible.
+        events: Gets a line when another coordinator has taken over, or the old one was connected to again, and the loss if
+            neither was possible.
     """
 
-    def __init__(
-        self,
-        coordinator: CoordinatorProcess,
-        client: Client,
-        say: Callable[[str], None],
-        lost: Callable[[str], None],
-    ) -> None:
+    def __init__(self, coordinator: CoordinatorProcess, client: Client, events: EventQueue) -> None:
         self._client = client
         self._recovery = ClientRecovery(coordinator, client)
-        self._say, self._lost = say, lost
+        self._events = events
         #: Successors within the last minute: a coordinator that dies at once each time is given up.
         self._restarts = RestartLimit()
         #: Guards ``_closing`` and ``_thread``. The other lock lets one recovery run at a time: a second loss
@@ -418,7 +412,9 @@ class CoordinatorSupervisor:
     def _recover(self, reason: str) -> None:
         began = time.monotonic()
         if self._restarts.reached:
-            self._lost(f"{reason}; it has ended {self._restarts.most} times within a minute")
+            self._events.coordinator_lost(
+                f"{reason}; it has ended {self._restarts.most} times within a minute"
+            )
             return
         self._restarts.add()
         try:
@@ -427,17 +423,17 @@ class CoordinatorSupervisor:
             return  # the connection was lost again: _begin() was called for that, too
         except (StartError, TimeoutError, OSError) as error:
             if not self._closing:
-                self._lost(f"{reason}; no other one could take over: {error}")
+                self._events.coordinator_lost(f"{reason}; no other one could take over: {error}")
         else:
             seconds = time.monotonic() - began
             if recovered.replaced:
-                self._say(
+                self._events.post(
                     f"{reason}; another coordinator took over within {seconds:.1f} s. What ranks were doing together at "
                     "that moment has failed; those that can, go on"
                 )
             else:
                 self._restarts.forget_last()  # the coordinator lives, so this was no death
-                self._say(
+                self._events.post(
                     f"{reason}; it lives, and was connected to again within {seconds:.1f} s. The ranks did not notice"
                 )
 
@@ -466,7 +462,7 @@ class ResultReceived:
 
 
 QueuedEvent = e.Event | OutputReceived | ResultReceived | HostEvent | str
-"""What other threads post to the loop; a ``str`` is a line that the loop passes to ``say``."""
+"""What other threads post to the loop; a ``str`` is one of the launcher's own lines."""
 
 
 class EventQueue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol, TextIO
 
@@ -63,22 +63,17 @@ class Writer:
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._stream.flush()
 
+    def say(self, text: str) -> None:
+        """Write a line of the launcher's own, with ``hvdlab:`` in front, so that it is seen."""
+        self.line(f"hvdlab: {visible_coloured(text)}".encode(), False)
+        self.flush()
+
 
 def _is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
     except (AttributeError, ValueError):
         return False
-
-
-def speaker(err: Writer) -> Callable[[str], None]:
-    """Return a function that writes the launcher's own lines, with ``hvdlab:`` in front."""
-
-    def say(text: str) -> None:
-        err.line(f"hvdlab: {visible_coloured(text)}".encode(), False)
-        err.flush()
-
-    return say
 
 
 class ConsoleSink:

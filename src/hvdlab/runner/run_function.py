@@ -16,7 +16,7 @@ from hvdlab.launch.command import default_python
 from hvdlab.runner.function_worker import FunctionRaised, FunctionReturned, pickled_call
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.options import RunOptions
-from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer, speaker
+from hvdlab.runner.output import ConsoleSink, FileSink, Sink, Writer
 from hvdlab.runner.supervisor import JobResult
 
 T = TypeVar("T")
@@ -135,12 +135,13 @@ def run(
     if not {"num_proc", "min_num_proc", "hosts", "hostfile", "host_discovery_script"} & given.keys():
         given["num_proc"] = 1
     err = Writer(stderr or sys.stderr)
-    say = speaker(err)
     options = RunOptions(given, {}, os.environ)
     for warning in options.warnings():
-        say(warning)
+        err.say(warning)
     if use_mpi or mpi_args:
-        say("use_mpi= and mpi_args= have no effect: the ranks of a function are started by hvdlab itself.")
+        err.say(
+            "use_mpi= and mpi_args= have no effect: the ranks of a function are started by hvdlab itself."
+        )
     function = pickled(func, args, dict(kwargs or {}))
     job = options.job([executable or default_python()], function)
     job.environment.update(env or {})
@@ -150,8 +151,7 @@ def run(
         if output_filename
         else ConsoleSink(Writer(stdout or sys.stdout), err)
     )
-    said: list[str] = []
-    done = JobRun(job, sink, say if verbose else said.append, verbose=bool(verbose)).run()
+    done = JobRun(job, sink, err if verbose else None, verbose=bool(verbose)).run()
     if done.stopped == signal.SIGINT:
         raise KeyboardInterrupt
     if done.stopped:

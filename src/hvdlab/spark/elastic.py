@@ -13,7 +13,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.launch.command import default_python
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.job_spec import JobSpec, patience
-from hvdlab.runner.output import ConsoleSink, Writer, speaker
+from hvdlab.runner.output import ConsoleSink, Writer
 from hvdlab.runner.run_function import pickled, results
 from hvdlab.spark.launcher import SparkLauncher
 from hvdlab.spark.runner import active_context, chosen_timeout, wait_for_slots
@@ -118,9 +118,8 @@ def run_elastic(
     )
     err = Writer(stderr or sys.stderr)
     sink = ConsoleSink(Writer(stdout or sys.stdout), err, timestamp=prefix_output_with_timestamp)
-    said: list[str] = []
     try:
-        done = JobRun(job, sink, speaker(err) if verbose else said.append).run()
+        done = JobRun(job, sink, err if verbose else None).run()
     finally:
         launcher.close()
     if done.stopped:

@@ -10,6 +10,7 @@ connections and the clock are simulated. A seed repeats a schedule that failed::
 
 from __future__ import annotations
 
+import io
 import random
 import signal
 import sys
@@ -39,6 +40,7 @@ from hvdlab.runner import events as e
 from hvdlab.runner import job as job_module
 from hvdlab.runner.job import JobRun
 from hvdlab.runner.job_spec import JobSpec
+from hvdlab.runner.output import Writer
 from support.fakes.job import IdleStarter, NoSink
 from support.simulation.joint_programs import SimEngine, Submitted, TrainingState, Turns, own_engines
 from support.simulation.joint_ranks import SimRank
@@ -136,7 +138,7 @@ class ElasticSchedule:
             # Drawn apart, so that the seeds of before stand for the same schedules otherwise.
             join_timeout=random.Random(f"patience of {seed}").choice((None, None, None, 3.0)),
         )
-        self.run_ = JobRun(given, NoSink(), self._say)
+        self.run_ = JobRun(given, NoSink(), _Err(self))
         self.run_._client = _Client(self.sim)  # type: ignore[assignment]  # stands in for a Client
         self.run_._starter = _Starter(self)
         self.sim.client_hears = self._world_told
@@ -151,7 +153,8 @@ class ElasticSchedule:
                 process.turns.kill()
         self.run_._news.close()
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Keep a line of the launcher's own."""
         self.said.append(text)
         if self.tell:
             print(f"{self.sim.now:8.2f} -- {text}")
@@ -698,6 +701,17 @@ class _Starter(IdleStarter):
 
     def signal(self, rank: int, number: int) -> None:
         self._schedule.signal_rank(rank, number)
+
+
+class _Err(Writer):
+    """Writer that hands the launcher's own lines to the schedule."""
+
+    def __init__(self, schedule: ElasticSchedule) -> None:
+        super().__init__(io.StringIO())
+        self._schedule = schedule
+
+    def say(self, text: str) -> None:
+        self._schedule.say(text)
 
 
 def run_elastic_seed(seed: int) -> str:

@@ -68,7 +68,7 @@ from hvdlab.magics.pool_magics import StatusTable
 from hvdlab.runner import check_trace
 from hvdlab.runner.cli import main
 from hvdlab.runner.events import FailureReport as JobFailure
-from hvdlab.runner.output import failure_lines, speaker, stall_line
+from hvdlab.runner.output import Writer, failure_lines, stall_line
 from hvdlab.runner.run_function import RankFailedError
 from hvdlab.torch import monitoring
 from hvdlab.widgets import live_view, still_charts, strip
@@ -302,17 +302,11 @@ def failed_job(name: str) -> str:
     tail.add(name.encode("utf-8", "surrogateescape" if name.isascii() else "backslashreplace"))
     outcome = ExitStatus(1)
     failure = JobFailure(0, outcome, name)
-    lines: list[str] = []
-
-    class Out:
-        def line(self, data: bytes, passing: bool) -> None:
-            lines.append(data.decode())
-
-        def flush(self) -> None: ...
-
+    written = io.StringIO()
+    err = Writer(written)
     for line in failure_lines(failure, {0: tail}):
-        speaker(Out())(line)  # type: ignore[arg-type]
-    return "\n".join(lines)
+        err.say(line)
+    return written.getvalue()
 
 
 TERMINAL: dict[str, Callable[[str, Path], str]] = {

@@ -26,7 +26,7 @@ class Loop:
         given = JobSpec(
             ("train",), 1, (), min_ranks=1, max_ranks=3, source=HostSource(), cooldown=(10.0, 600.0)
         )
-        self.run = JobRun(given, NoSink(), lambda text: None)
+        self.run = JobRun(given, NoSink(), None)
         self.run._client = SimpleNamespace(  # type: ignore[assignment]  # stands in for a Client
             expect=lambda ranks: self.expected.append(tuple(ranks)),
             release=lambda ranks: None,

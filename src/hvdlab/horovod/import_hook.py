@@ -17,7 +17,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -254,7 +254,7 @@ def installed() -> ModuleSpec | None:
 
 
 def _activate() -> None:
-    sys.meta_path.insert(0, HorovodFinder(_announce))
+    sys.meta_path.insert(0, HorovodFinder())
     if SHIM not in sys.path:  # for processes that multiprocessing spawns, which get this path
         sys.path.append(SHIM)
 
@@ -300,15 +300,15 @@ def _say(text: str) -> None:
 class SameModule(InspectLoader):
     """Loader of a module that is another name of an existing module, which it imports."""
 
-    def __init__(self, name: str, loaded: Callable[[str], None]) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._loaded = loaded
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the other module in the place of the empty one that was made for it; the import returns that."""
         assert module.__spec__ is not None
         sys.modules[module.__spec__.name] = importlib.import_module(self._name)
-        self._loaded(module.__spec__.name)
+        if module.__spec__.name == ROOT:
+            _announce()
 
     def _loader(self) -> InspectLoader:
         spec = importlib.util.find_spec(self._name)
@@ -328,14 +328,7 @@ class SameModule(InspectLoader):
 
 
 class HorovodFinder(MetaPathFinder):
-    """Finder of ``horovod`` and its modules in hvdlab; Python must ask it before all other finders.
-
-    Args:
-        loaded: Called with ``horovod`` when it is imported.
-    """
-
-    def __init__(self, loaded: Callable[[], None]) -> None:
-        self._loaded = loaded
+    """Finder of ``horovod`` and its modules in hvdlab; Python must ask it before all other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target_module: ModuleType | None = None, /
@@ -358,7 +351,7 @@ class HorovodFinder(MetaPathFinder):
         found = importlib.util.find_spec(stands_for)
         if found is None:
             return None
-        loader = SameModule(stands_for, self._on_load)
+        loader = SameModule(stands_for)
         spec = ModuleSpec(
             fullname,
             loader,
@@ -368,10 +361,6 @@ class HorovodFinder(MetaPathFinder):
         if found.submodule_search_locations is not None:
             spec.submodule_search_locations = list(found.submodule_search_locations)
         return spec
-
-    def _on_load(self, fullname: str) -> None:
-        if fullname == ROOT:
-            self._loaded()
 
 
 def is_ours(module: ModuleType) -> bool:

@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -19,12 +19,12 @@ class Ahead(Generic[T]):
     any way: at the end, by an exception, by :meth:`close`.
 
     Args:
-        make: Called in the thread; makes the iterable.
+        iterable: Its items; the thread makes and closes the iterator.
         limit: Items that may be ahead, at least 1.
     """
 
-    def __init__(self, make: Callable[[], Iterable[T]], limit: int) -> None:
-        self._make = make
+    def __init__(self, iterable: Iterable[T], limit: int) -> None:
+        self._iterable = iterable
         self._limit = limit
         #: Items that were read ahead.
         self._items: deque[T] = deque()
@@ -68,7 +68,7 @@ class Ahead(Generic[T]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            iterator = iter(self._make())
+            iterator = iter(self._iterable)
             try:
                 for item in iterator:
                     if not self._put(item):
@@ -115,6 +115,16 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
 
+class _Iteration(Iterable[Any]):
+    """One iteration over a loader's batches, which calls the loader only on the thread that iterates."""
+
+    def __init__(self, loader: BaseDataLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader._iterate())
+
+
 class AsyncDataLoaderMixin:
     """Mixin that loads batches ahead, in a thread that lives as long as an iteration does.
 
@@ -149,7 +159,7 @@ class AsyncDataLoaderMixin:
     def __iter__(self) -> Iterator[Any]:
         if self.async_loader_queue_size <= 0:
             return self._give_out(self._iterate())  # type: ignore[attr-defined]  # the class that this is mixed into
-        ahead: Ahead[Any] = Ahead(self._iterate, self.async_loader_queue_size)  # type: ignore[attr-defined]  # the same
+        ahead: Ahead[Any] = Ahead(_Iteration(self), self.async_loader_queue_size)  # type: ignore[arg-type]  # the same
         self._running.add(ahead)
         return self._give_out(ahead)
 

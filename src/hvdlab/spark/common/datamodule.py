@@ -161,7 +161,7 @@ class Batches:
         if random is not None:
             random.shuffle(order)
         rest: Batch = {}
-        with closing(Ahead(lambda: (self._read(int(index)) for index in order), _AHEAD)) as groups:
+        with closing(Ahead((self._read(int(index)) for index in order), _AHEAD)) as groups:
             for group in groups:
                 rows = _rows(group)
                 if random is not None:

@@ -10,7 +10,7 @@ import io
 import json
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -147,7 +147,7 @@ class _Fit:
         ]
         if self.job.val_rows:
             # After the averaging callback: these values are of all ranks already.
-            chosen.append(_Validation(lambda: self._all_prepared(self._val_batches(data))))
+            chosen.append(_Validation(self, data))
         # Callbacks are on all ranks, with the same metrics: one that ends the training ends it everywhere.
         chosen += self.callbacks
         if hvd.rank() == 0:
@@ -157,8 +157,9 @@ class _Fit:
             chosen.append(_Keeper(self, saved))
         return chosen
 
-    def _val_batches(self, data: Any) -> Iterator[Batch]:
-        return islice(data.val_data(), self.job.val_steps)
+    def validation_batches(self, data: Any) -> Iterator[tuple[Any, ...]]:
+        """Return the batches of one validation, as ``evaluate`` expects them."""
+        return self._all_prepared(islice(data.val_data(), self.job.val_steps))
 
     def _all_prepared(self, batches: Iterable[Batch]) -> Iterator[tuple[Any, ...]]:
         try:
@@ -237,9 +238,9 @@ class _Validation(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
     ``fit`` can't validate over ranks: their shares have different numbers of rows, or none.
     """
 
-    def __init__(self, batches: Callable[[], Iterator[Any]]) -> None:
+    def __init__(self, fit: _Fit, data: Any) -> None:
         super().__init__()
-        self._batches = batches
+        self._fit, self._data = fit, data
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         rows, found = 0, {}
@@ -260,7 +261,7 @@ class _Validation(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
 
     def _counted(self) -> Iterator[Any]:
         self._rows = 0
-        for batch in self._batches():
+        for batch in self._fit.validation_batches(self._data):
             labels = batch[1]
             self._rows += len(labels[0] if isinstance(labels, tuple) else labels)
             yield batch

@@ -11,7 +11,7 @@ import importlib
 import io
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
@@ -116,12 +116,10 @@ class _Trainer:
         try:
             trainer.fit(
                 self.module,
-                train_dataloaders=_Loader(
-                    lambda: batches, self.job.steps_per_epoch(hvd.size()), self.objective.tensors
+                train_dataloaders=_TrainingLoader(
+                    batches, self.job.steps_per_epoch(hvd.size()), self.objective
                 ),
-                val_dataloaders=_Loader(
-                    lambda: iter(data.val_data()), self._val_steps(), self.objective.tensors
-                )
+                val_dataloaders=_ValidationLoader(data, self._val_steps(), self.objective)
                 if self.job.val_rows
                 else None,
                 ckpt_path=resumed,
@@ -232,19 +230,30 @@ def _loggers(package: Any, place: str, subdirectory: str) -> list[Any]:
     return loggers
 
 
-class _Loader:
-    """Batches of an epoch, as many on each pass."""
+class _TrainingLoader:
+    """Batches of an epoch as tensors; each pass goes on where the last one has stopped."""
 
-    def __init__(
-        self, batches: Callable[[], Iterator[Batch]], steps: int, convert: Callable[[Batch], Any]
-    ) -> None:
-        self._batches, self._steps, self._convert = batches, steps, convert
+    def __init__(self, batches: Iterator[Batch], steps: int, objective: Objective) -> None:
+        self._batches, self._steps, self._objective = batches, steps, objective
 
     def __len__(self) -> int:
         return self._steps
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self._convert, islice(self._batches(), self._steps))
+        return map(self._objective.tensors, islice(self._batches, self._steps))
+
+
+class _ValidationLoader:
+    """The first batches of the data for validation as tensors, the same on each pass."""
+
+    def __init__(self, data: Any, steps: int, objective: Objective) -> None:
+        self._data, self._steps, self._objective = data, steps, objective
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._objective.tensors, islice(self._data.val_data(), self._steps))
 
 
 def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:

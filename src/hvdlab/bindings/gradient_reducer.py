@@ -316,12 +316,12 @@ class Announcer:
 
     Args:
         backward: Has the rest announced at the end of the backward pass.
-        submit: Submits the held gradients. A method, whose object may own the announcer: it is referred to weakly.
+        reducer: Submits the held gradients. It owns the announcer, which refers to it weakly.
     """
 
-    def __init__(self, backward: BackwardPass, submit: Callable[[], None]) -> None:
+    def __init__(self, backward: BackwardPass, reducer: GradientReducer[Any, Any]) -> None:
         self._backward = backward
-        self._submit = weakref.WeakMethod(submit)
+        self._reducer = weakref.ref(reducer)
         #: Held bytes, since when (``time.monotonic()``), and whether any are held.
         self._bytes = 0
         self._since = 0.0
@@ -359,9 +359,9 @@ class Announcer:
     def _submit_held(self) -> None:
         # First: if a bucket is refused, hold() must begin afresh in the next backward pass.
         self._waiting = False
-        submit = self._submit()
-        if submit is not None:
-            submit()
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.start_held()
 
     def forget(self) -> None:
         """Forget the held gradients: their reduction has ended."""
@@ -509,7 +509,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
         #: Buckets whose allreduce is due in the next turn.
         self._held: list[_Bucket[P, T]] = []
-        self._announcer = Announcer(adapter, self._start_held)
+        self._announcer = Announcer(adapter, self)
         #: The allreduce of this step's buckets. Made again for each step: the process set's id can be another by then.
         self._operation: Operation | None = None
 
@@ -560,7 +560,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
             if self._held and self._failed_cells == context.engine().failed_cells:
                 # Another rank may have started them in an earlier turn, and waits for this one's.
                 with contextlib.suppress(*FAILURES):
-                    self._start_held()
+                    self.start_held()
             for bucket in self._buckets:
                 for work in bucket.work or ():
                     with contextlib.suppress(*FAILURES):
@@ -583,7 +583,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         gradients = [adapter.gradient(parameter) for parameter in bucket.parameters]
         return adapter.nbytes([gradient for gradient in gradients if not adapter.is_sparse(gradient)])
 
-    def _start_held(self) -> None:
+    def start_held(self) -> None:
         """Start the allreduces that are due. If one is refused, :meth:`synchronize` starts those behind it."""
         # Emptied before: a bucket that is refused would otherwise be tried again, and refused again, in each
         # turn.

@@ -26,10 +26,10 @@ class Clock:
 
 
 class Owner:
-    """Owner of gradients, whose announcer decides when they are submitted."""
+    """Owner of gradients, in the place of a reducer, whose announcer decides when they are submitted."""
 
     def __init__(self, framework: FakeGradients, made: list[str]) -> None:
-        self.announcer = Announcer(framework, self.submit)
+        self.announcer = Announcer(framework, self)  # type: ignore[arg-type]  # stands in for a GradientReducer
         self.hold, self.announce, self.forget = (
             self.announcer.hold,
             self.announcer.announce,
@@ -37,7 +37,7 @@ class Owner:
         )
         self._made = made
 
-    def submit(self) -> None:
+    def start_held(self) -> None:
         self._made.append("submit")
 
 

@@ -10,7 +10,7 @@ import operator
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Never, Self, SupportsFloat, SupportsIndex
 
@@ -316,9 +316,8 @@ class StepMeter:
         count: Steps so far; set it to go on where an earlier training ended.
     """
 
-    def __init__(self, now_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self._now_ns = now_ns
         self._batch_size: float | None = None
         #: When the last step ended, with the world and the cell in which it did; ``None`` if the next one is
         #: not to be measured.
@@ -341,7 +340,7 @@ class StepMeter:
 
     def step(self, steps: int = 1) -> None:
         """Record that a step has ended now; or several whose ends can't be distinguished: then each counts as its part of the time."""
-        now = self._now_ns()
+        now = time.monotonic_ns()
         self.count += steps
         if not context.is_initialized():
             self._before = None

@@ -27,6 +27,7 @@ Example:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -69,32 +70,24 @@ R = TypeVar("R")
 S = TypeVar("S", bound=State)
 
 
-class _Variables:
-    """A list of variables, and for TensorFlow 1 the session that has their values.
+class _Variables(ABC):
+    """A list of variables, and for TensorFlow 1 the session that has their values."""
 
-    Args:
-        get: Returns the variables that exist by now.
-        get_session: Returns the session; ``None`` outside of TensorFlow 1.
-        make: Makes the variables that do not exist yet.
-        early: Returns whether they can be made before the training needs them: it will make the same.
-    """
-
-    def __init__(
-        self,
-        get: Callable[[], Sequence[Any]],
-        get_session: Callable[[], Any] = lambda: None,
-        make: Callable[[], None] = lambda: None,
-        early: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self.get = get
-        self._get_session = get_session
-        self.make = make
-        self.early = early
+    @abstractmethod
+    def get(self) -> Sequence[Any]:
+        """Return the variables that exist by now."""
 
     @property
     def session(self) -> Any:
         """Return the session that has the values; ``None`` outside of TensorFlow 1."""
-        return self._get_session()
+        return None
+
+    def make(self) -> None:  # noqa: B027  (most variables exist from the start)
+        """Make the variables that do not exist yet."""
+
+    def early(self) -> bool:
+        """Return whether they can be made before the training needs them: it will make the same."""
+        return False
 
     def read(self) -> list[Any]:
         variables = [plain_variable(each) for each in self.get()]
@@ -110,6 +103,48 @@ class _Variables:
                 variable.load(value, self.session)
             else:
                 variable.assign(value)
+
+
+class _PlainVariables(_Variables):
+    """The variables of a :class:`TensorFlowState`, and its session."""
+
+    def __init__(self, state: TensorFlowState) -> None:
+        self._state = state
+
+    def get(self) -> Sequence[Any]:
+        return self._state.variables
+
+    @property
+    def session(self) -> Any:
+        return self._state.session
+
+
+class _ModelVariables(_Variables):
+    """The variables of the model of a :class:`TensorFlowKerasState`."""
+
+    def __init__(self, state: TensorFlowKerasState) -> None:
+        self._state = state
+
+    def get(self) -> Sequence[Any]:
+        variables: Sequence[Any] = self._state.model.variables
+        return variables
+
+
+class _OptimizerVariables(_Variables):
+    """The variables of the optimizer of a :class:`TensorFlowKerasState`, which its first step makes."""
+
+    def __init__(self, state: TensorFlowKerasState) -> None:
+        self._state = state
+
+    def get(self) -> Sequence[Any]:
+        return optimizer_variables(self._state.optimizer)
+
+    def make(self) -> None:
+        make_optimizer_variables(self._state.optimizer, self._state.model.trainable_variables)
+
+    def early(self) -> bool:
+        # fit() makes them for the trainable variables; a loop of the user's could train others.
+        return self._state.optimizer is getattr(self._state.model, "optimizer", None)
 
 
 class _VariablesHandler(StateHandler[_Variables]):
@@ -163,9 +198,7 @@ class TensorFlowState(HandledState):
             session = tf.compat.v1.get_default_session()
         object.__setattr__(self, "variables", given)  # first: the handler reads them
         object.__setattr__(self, "session", session)
-        super().__init__(
-            _registry, variables_=_Variables(lambda: self.variables, lambda: self.session), **kwargs
-        )
+        super().__init__(_registry, variables_=_PlainVariables(self), **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -199,15 +232,7 @@ class TensorFlowKerasState(HandledState):
         object.__setattr__(self, "optimizer", chosen)
         object.__setattr__(self, "backend", backend)
         super().__init__(
-            _registry,
-            model_=_Variables(lambda: self.model.variables),
-            optimizer_=_Variables(
-                lambda: optimizer_variables(self.optimizer),
-                make=lambda: make_optimizer_variables(self.optimizer, self.model.trainable_variables),
-                # fit() makes them for the trainable variables; a loop of the user's could train others.
-                early=lambda: self.optimizer is getattr(self.model, "optimizer", None),
-            ),
-            **kwargs,
+            _registry, model_=_ModelVariables(self), optimizer_=_OptimizerVariables(self), **kwargs
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

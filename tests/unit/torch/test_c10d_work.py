@@ -25,21 +25,31 @@ class _Failed:
         return self.wait()
 
 
-def test_waits_that_end_at_once_raise_one_error() -> None:
-    engine: Any = SimpleNamespace(rank=0)
-    work = HvdlabWork(engine, 0, "all_reduce #1", [], None, HOUR)
-    work.handles.append(_Failed())  # type: ignore[arg-type]
-    raised: list[HvdlabError] = []
+class _Owner:
+    """Owner of one work, another wait for which ends while it explains the failure to the first."""
 
-    def explain(error: HvdlabError) -> str:
-        """Let another wait end while this one asks the other ranks."""
-        work.explain = None
+    def __init__(self, raised: list[HvdlabError]) -> None:
+        engine: Any = SimpleNamespace(rank=0)
+        self.work = HvdlabWork(engine, self, 0, "all_reduce #1", [], None, HOUR)
+        self.work.generation = 3
+        self._raised = raised
+
+    def future_asked_for(self, work: HvdlabWork) -> None:
+        raise AssertionError("no future is needed")
+
+    def explain(self, generation: int, error: HvdlabError) -> str:
+        assert generation == 3
+        self.work.generation = None
         with pytest.raises(AbortedError) as found:
-            work.wait()
-        raised.append(found.value)
+            self.work.wait()
+        self._raised.append(found.value)
         return ""
 
-    work.explain = explain
+
+def test_waits_that_end_at_once_raise_one_error() -> None:
+    raised: list[HvdlabError] = []
+    work = _Owner(raised).work
+    work.handles.append(_Failed())  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(AbortedError) as found:
             work.wait()

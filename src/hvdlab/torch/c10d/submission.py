@@ -9,7 +9,6 @@ ranks of the group. Messages of one direction and tag arrive in the order in whi
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import threading
@@ -207,13 +206,13 @@ class Calls:
         part = self.part(operation, outputs)
         work = HvdlabWork(
             self.engine,
+            self,
             self.process_set,
             self.label("recv from any rank" if source is None else operation, part),
             outputs,
             submission.deliver(),
             self.seconds,
             -1 if source is None else source,
-            self._has_future,
             self.members if source is None else (),
         )
         work.about = part.about
@@ -235,7 +234,7 @@ class Calls:
             generation = work.handles[0].generation
             call = CallRecord(self.sequence, operation, site + part.about, self.world.steps.taken)
             self.world.histories.add(self.name_in_mail, generation, call)
-            work.explain = functools.partial(self.explain, generation)
+            work.generation = generation
         return work
 
     def begin(
@@ -288,7 +287,7 @@ class Calls:
         for chosen in {work.process_set for work in works if not work.is_ended()}:
             self._withdraw(chosen)
 
-    def _has_future(self, work: HvdlabWork) -> None:
+    def future_asked_for(self, work: HvdlabWork) -> None:
         """Record that C++ may wait for this operation from now on."""
         with self._futures_lock:
             self._with_future.add(work)

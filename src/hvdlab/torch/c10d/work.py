@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -50,12 +50,24 @@ def _profiling_thread(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "hvdlab-c10d-profiling")
 
 
+class WorkOwner(Protocol):
+    """Owner of works: the part of a group's calls that they use."""
+
+    def future_asked_for(self, work: HvdlabWork, /) -> None:
+        """Record that C++ may wait for this operation from now on."""
+
+    def explain(self, generation: int, error: HvdlabError, /) -> str:
+        """Return a sentence on why an operation failed in a generation of the world, or an empty text. May ask other ranks."""
+        ...
+
+
 @untraced_methods
 class HvdlabWork(dist.Work):
     """An operation in flight.
 
     Args:
         engine: The rank's engine.
+        owner: Learns that torch or the user has asked for its future, and explains its failure.
         process_set: Id of the group's process set.
         operation: Its name in errors.
         outputs: The user's output tensors, which are the future's value.
@@ -63,23 +75,22 @@ class HvdlabWork(dist.Work):
         seconds: Limit of a wait that gives none.
         source: The sender's number in the group, for a receive; -1 for other operations.
         members: For a receive from any rank: the group's ranks, as ranks of the world. The sender is known once the message is there.
-        on_future: Called with this object when torch or the user asks for its future.
     """
 
     def __init__(
         self,
         engine: Engine,
+        owner: WorkOwner,
         process_set: int,
         operation: str,
         outputs: Any,
         deliver: Deliver | None,
         seconds: float,
         source: int = -1,
-        on_future: Callable[[HvdlabWork], None] | None = None,
         members: Sequence[int] = (),
     ) -> None:
         super().__init__()
-        self._on_future = on_future
+        self._owner = owner
         self._engine, self._process_set = engine, process_set
         self.operation, self._outputs, self._deliver = operation, outputs, deliver
         self._seconds, self._source, self._members = seconds, source, members
@@ -91,8 +102,8 @@ class HvdlabWork(dist.Work):
         self._over = False
         #: The part of a model that it is for, as the operation's name ends with it; may be empty.
         self.about = ""
-        #: Makes a sentence that is added to an error of the core; it may ask other ranks for that.
-        self.explain: Callable[[HvdlabError], str] | None = None
+        #: The generation of the world in which the core has put a collective, once that is known: then the owner can explain its error.
+        self.generation: int | None = None
         #: The profiler's event, which ends when the operation has.
         self._event: Any = None
         #: Guards delivery and the futures: :meth:`wait` and a thread of the engine may both end it.
@@ -149,7 +160,8 @@ class HvdlabWork(dist.Work):
                     # user has the error.
                     if failed is None:
                         # Outside the lock, which a thread of the engine takes: explain() waits for other ranks.
-                        why = "" if self.explain is None else self.explain(error)
+                        generation = self.generation
+                        why = "" if generation is None else self._owner.explain(generation, error)
                         failed = renamed(error, self.operation, why, self.about)
             with self._lock:
                 # Once more, under the lock: another thread may have delivered, or kept its error, while this one waited for the core.
@@ -226,8 +238,7 @@ class HvdlabWork(dist.Work):
             # Before any hook is added: each counts this down, perhaps at once and on another thread.
             self._left = len(self.handles)
         self._engine.flush()  # submit() may have left the announcement to a wait that does not come now
-        if self._on_future is not None:
-            self._on_future(self)
+        self._owner.future_asked_for(self)
         for handle in self.handles:
             if not handle.add_hook(self._one_ended):
                 self._one_ended(None, None)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from hvdlab.collectives.errors import StartError
+from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.children import ChildPipes
+from hvdlab.launch.forkserver.lifeline import Lifeline
 from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Guard, Signal, encode
 from hvdlab.launch.processes import describe, detail, readable, start_time
 from support.patience import PATIENCE
@@ -192,10 +197,77 @@ def test_a_successor_that_can_not_be_started_is_tried_again(
     assert ranks.run(0, "x") == "5"
 
 
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Exception) -> None:
+    """Have the next call of this function raise the error, and the later ones work."""
+    original, errors = getattr(owner, name), [error]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+NO_DESCRIPTOR = OSError(errno.EMFILE, "Too many open files")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        pytest.param(socket, "socketpair", NO_DESCRIPTOR, id="connection"),
+        pytest.param(tempfile, "TemporaryFile", NO_DESCRIPTOR, id="log"),
+        pytest.param(Lifeline, "with_reader", NO_DESCRIPTOR, id="pulse"),
+        pytest.param(os, "pidfd_open", NO_DESCRIPTOR, id="process"),
+        pytest.param(selectors, "DefaultSelector", NO_DESCRIPTOR, id="selector"),
+        pytest.param(threading.Thread, "start", RuntimeError("can't start new thread"), id="thread"),
+    ],
+)
+def test_successor_without_descriptor_or_thread_is_tried_again(
+    owner: Any, name: str, error: Exception, ranks: ForkedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.fork([0])
+    ranks.run(0, "x = 5")
+    ranks.rebuild = False
+    os.kill(ranks.warm.pid, signal.SIGKILL)
+    ranks.wait(lambda: bool(ranks.losses))
+    with monkeypatch.context() as patch:
+        fail_once(patch, owner, name, error)
+        ranks.warm.respawn()
+    ranks.rebuild = True
+    loaded(ranks.warm)
+    ranks.fork([1], expect=[0, 1])
+    assert ranks.run(0, "x") == "5"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        pytest.param(selectors, "DefaultSelector", NO_DESCRIPTOR, id="selector"),
+        pytest.param(threading.Thread, "start", RuntimeError("can't start new thread"), id="thread"),
+    ],
+)
+def test_fork_server_whose_messages_cannot_be_read_ends(
+    owner: Any, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[client.ServerHandle] = []
+    start = client.ServerHandle.start
+
+    def note(*args: Any) -> client.ServerHandle:
+        started.append(start(*args))
+        fail_once(monkeypatch, owner, name, error)
+        return started[0]
+
+    monkeypatch.setattr(client.ServerHandle, "start", note)
+    with pytest.raises(type(error), match=str(error.args[-1])):
+        client.ForkServer.start(PROGRAM_NAME, {**os.environ, "HVDLAB_PRELOAD": ""})
+    assert not psutil.pid_exists(started[0].pid)
+
+
 def test_messages_that_come_while_early_ones_are_delivered_come_after_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client.ForkServer, "_begin", lambda self: None)
+    monkeypatch.setattr(client.ForkServer, "_begin", lambda self, handle: None)
     server = client.ForkServer(cast(Any, None), None, {}, "program")
     early, late = (ForkFailed(0, "early"), ForkFailed(1, "early")), ForkFailed(2, "late")
     heard: list[FromServer] = []

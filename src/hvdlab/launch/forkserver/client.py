@@ -94,7 +94,12 @@ class ForkServer:
         self._closing = self._leaving = False
         #: Wakes the reading thread when bytes wait to be written, or it has to return.
         self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._thread = self._begin()
+        try:
+            self._thread = self._begin(handle)
+        except BaseException:
+            os.close(self._wakeup)
+            os.close(self._wakeup_write)
+            raise
 
     @classmethod
     def start(cls, program: str, environ: Mapping[str, str] | None = None) -> ForkServer:
@@ -109,12 +114,14 @@ class ForkServer:
             StartError: The process could not be started.
         """
         environ = dict(os.environ if environ is None else environ)
-        lifeline = Lifeline.make()
-        try:
-            return cls(ServerHandle.start(environ, lifeline, program), lifeline, environ, program)
-        except BaseException:
-            lifeline.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            lifeline = Lifeline.make()
+            undo.callback(lifeline.close)
+            handle = ServerHandle.start(environ, lifeline, program)
+            undo.callback(handle.end)
+            server = cls(handle, lifeline, environ, program)
+            undo.pop_all()
+            return server
 
     @classmethod
     def attach(cls, path: str, program: str, deadline: Deadline) -> ForkServer:
@@ -125,7 +132,12 @@ class ForkServer:
         Raises:
             StartError: There is none, or another process has it.
         """
-        self = cls(ServerHandle.find(path, deadline), None, os.environ, program)
+        handle = ServerHandle.find(path, deadline)
+        try:
+            self = cls(handle, None, os.environ, program)
+        except BaseException:
+            handle.release()
+            raise
         try:
             with self._lock:
                 self._changed.wait_for(
@@ -277,17 +289,21 @@ class ForkServer:
                 self._changed.notify_all()
                 raise StartError(f"{self._failures} in a row were of no use, the last one: {self._lost}")
             assert self._lifeline is not None
+            handle: ServerHandle | None = None
             try:
                 handle = ServerHandle.start(self._environ, self._lifeline, self._program)
-            except StartError as error:
+                # Before the orders: a successor whose messages are not read must not fork. Its thread waits for the lock.
+                thread = self._begin(handle)
+            except (StartError, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+                if handle is not None:
+                    handle.end()
                 self._failures, self._lost = self._failures + 1, str(error)
                 return False
             self._handle.release()
-            self._handle, self._lost, self._hopeless = handle, None, False
+            self._handle, self._thread, self._lost, self._hopeless = handle, thread, None, False
             # Under the lock: messages of send() must come after these.
             for message in self._journal.for_successor():
                 self._write(message)
-            self._thread = self._begin()
             return True
 
     def _write(self, message: ForkServerMessage) -> None:
@@ -360,17 +376,24 @@ class ForkServer:
 
     # -- the reading thread ---------------------------------------------------------------------------------------
 
-    def _begin(self) -> threading.Thread:
-        thread = threading.Thread(
-            target=self._run, args=(self._handle,), name="hvdlab-forkserver", daemon=True
-        )
-        thread.start()
-        return thread
-
-    def _run(self, handle: ServerHandle) -> None:
-        with selectors.DefaultSelector() as selector:
+    def _begin(self, handle: ServerHandle) -> threading.Thread:
+        """Start to read the messages of a fork server. Raises ``OSError`` or ``RuntimeError`` if no descriptor or thread is left."""
+        # Here: on the reading thread no caller would get the error.
+        selector = selectors.DefaultSelector()
+        try:
             selector.register(handle.endpoint, selectors.EVENT_READ)
             selector.register(self._wakeup, selectors.EVENT_READ)
+            thread = threading.Thread(
+                target=self._run, args=(handle, selector), name="hvdlab-forkserver", daemon=True
+            )
+            thread.start()
+        except BaseException:
+            selector.close()
+            raise
+        return thread
+
+    def _run(self, handle: ServerHandle, selector: selectors.BaseSelector) -> None:
+        with selector:
             try:
                 while not self._leaving:
                     self._step(handle, selector)
@@ -627,11 +650,23 @@ class ServerHandle:
     @classmethod
     def start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
         """Start a fork server. Raises ``StartError``."""
-        ours, theirs = socket.socketpair()
-        log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the object)
-        # When this process ends, the pipe's writing end is closed: so the fork server learns of it, even while it imports.
-        reader, pulse = Lifeline.with_reader()
         try:
+            return cls._start(environ, lifeline, program)
+        except OSError as error:
+            raise StartError(f"the fork server could not be started: {error.strerror or error}") from error
+
+    @classmethod
+    def _start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
+        with contextlib.ExitStack() as undo, contextlib.ExitStack() as copies:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            # A copy of the far end here would keep the connection open after the death of the fork server.
+            copies.callback(theirs.close)
+            log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
+            # When this process ends, the pipe's writing end is closed: so the fork server learns of it, even while it imports.
+            reader, pulse = Lifeline.with_reader()
+            copies.callback(os.close, reader)
+            undo.callback(pulse.close)
             process = subprocess.Popen(
                 # -P: modules in the working directory must not shadow those that the fork server needs.
                 [
@@ -646,16 +681,11 @@ class ServerHandle:
                 pass_fds=(theirs.fileno(), lifeline.descriptor),
                 start_new_session=True,
             )
-            return cls(ours, process.pid, log, process, pulse)
-        except OSError as error:
-            ours.close()
-            log.close()
-            pulse.close()
-            raise StartError(f"the fork server could not be started: {error.strerror or error}") from error
-        finally:
-            # A copy of the far end here would keep the connection open after the death of the fork server.
-            theirs.close()
-            os.close(reader)
+            undo.callback(process.wait)
+            undo.callback(process.kill)
+            handle = cls(ours, process.pid, log, process, pulse)
+            undo.pop_all()
+            return handle
 
     @classmethod
     def find(cls, path: str, deadline: Deadline) -> ServerHandle:
@@ -677,6 +707,12 @@ class ServerHandle:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill a fork server that has no children, and release it."""
+        self.kill()
+        self.has_ended(1.0)  # so that `release` sees its end, and leaves no zombie
+        self.release()
 
     def why_ended(self, otherwise: str) -> str:
         """Return how the fork server ended, with its last words; ``otherwise`` if that is unknown."""

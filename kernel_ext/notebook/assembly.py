@@ -35,7 +35,7 @@ from hvdlab.kernel_ext.notebook.ipyparallel.launchers import PoolRequest
 from hvdlab.kernel_ext.notebook.kept_pools import KeptPool, LauncherKeptPool, LocalKeptPool, adopt_ranks
 from hvdlab.kernel_ext.notebook.membership import ElasticAdmission
 from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore, kept_limit
-from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart
+from hvdlab.kernel_ext.notebook.prestart import PoolProcesses, Prestart, end_uninterrupted
 from hvdlab.kernel_ext.notebook.rank_lifecycle import LEAVE_WITHIN, RankLifecycle
 from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 from hvdlab.kernel_ext.wire.cells import CrashOutput, SetOwner
@@ -185,7 +185,7 @@ def processes_for(
         )
         processes.client = Client.connect(processes.coordinator.address, processes.coordinator.client_token)
     except BaseException:
-        processes.end_all()
+        end_uninterrupted(processes.end_all)
         raise
     return processes
 
@@ -341,7 +341,7 @@ class PoolParts:
                 check_loaded(processes.fork_server.wait_loaded(deadline))
             self = cls(processes, found, plane, hosts, values, held, begun=True)
         except BaseException:
-            processes.end_all()
+            end_uninterrupted(processes.end_all)
             raise
         try:
             progress(f"starting {size} ranks")
@@ -354,7 +354,7 @@ class PoolParts:
                 )
                 self._claim_output(range(size))
         except BaseException:
-            self.close()
+            end_uninterrupted(self.close)
             raise
         return self
 
@@ -414,7 +414,7 @@ class PoolParts:
             if without := {rank for cell in left if cell.order is not None for rank in cell.without}:
                 self.admission.admit_to_elastic_cells(sorted(without), deadline.remaining() or ANSWER_WITHIN)
         except BaseException:
-            self.detach()
+            end_uninterrupted(self.detach)
             raise
         return self
 

@@ -32,6 +32,7 @@ from hvdlab.kernel_ext.notebook.kept_pools import OrphanedCell, launcher_of
 from hvdlab.kernel_ext.notebook.membership import ElasticState
 from hvdlab.kernel_ext.notebook.output.stack_text import RankLocations
 from hvdlab.kernel_ext.notebook.output.transcript import ShowLate, TranscriptStore
+from hvdlab.kernel_ext.notebook.prestart import end_uninterrupted
 from hvdlab.kernel_ext.notebook.requests import A
 from hvdlab.kernel_ext.notebook.stack_probe import NativeStacks, native_stacks
 from hvdlab.kernel_ext.notebook.stdin import ProcessPrompter, Prompter
@@ -1104,8 +1105,9 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
+                # Ctrl-C here would leave the ranks that take long to end, and nothing would end them later.
+                end_uninterrupted(self._parts.close)
                 self._detach.detach()
-                self._parts.close()
 
     def detach(self) -> None:
         """Let go of a pool that was started with ``keep``: its ranks stay. Idempotent.
@@ -1126,7 +1128,7 @@ class Pool:
             try:
                 self.stop_timeline()
             finally:
-                self._detach()
+                end_uninterrupted(self._detach)
 
     def __enter__(self) -> Self:
         return self

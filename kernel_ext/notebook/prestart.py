@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import importlib
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +20,39 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.kernel_ext.notebook.ipyparallel.cluster import load_ipyparallel
 from hvdlab.launch.forkserver.client import ForkServer
+
+
+def end_uninterrupted(end: Callable[[], object]) -> None:
+    """Call a function that ends something in many steps. Ctrl-C ends the wait for it, and leaves no step undone.
+
+    Args:
+        end: The function. Where Ctrl-C could break it, another thread calls it.
+
+    Raises:
+        KeyboardInterrupt: The user has interrupted; the other thread goes on.
+    """
+    # Other threads are never interrupted; a callback's thread must not wait for one that may join it.
+    if threading.current_thread() is not threading.main_thread():
+        end()
+        return
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            end()
+        except BaseException as error:  # noqa: BLE001  # raised below, on the thread whose work this is
+            errors.append(error)
+
+    # No daemon: the interpreter waits for it.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(call,), name="hvdlab-end")
+    try:
+        thread.start()
+    except RuntimeError:  # no thread is left, or the interpreter ends
+        end()
+        return
+    thread.join()
+    if errors:
+        raise errors[0]
 
 
 class PoolCoordinator(Protocol):
@@ -134,8 +169,14 @@ class Prestart:
 
         Raises:
             StartError: It could not be made, or not in time; nothing is left behind.
+            KeyboardInterrupt: The user has interrupted; nothing is left behind.
         """
-        if not self._done.wait(deadline.remaining()):
+        try:
+            came = self._done.wait(deadline.remaining())
+        except BaseException:
+            self.close()  # the caller may have no other reference to this
+            raise
+        if not came:
             self.close()
             raise StartError(f"the coordinator did not start within {deadline.seconds:g} s")
         with self._lock:
@@ -158,6 +199,9 @@ class Prestart:
             if self._taken:
                 return
             self._taken = True
+        end_uninterrupted(self._end)
+
+    def _end(self) -> None:
         self._fork_server.close()
         self._thread.join()
         # After the join: the thread may have made them only now.

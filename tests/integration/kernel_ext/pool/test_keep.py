@@ -34,7 +34,8 @@ from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.server import DetachedSupervisor
 from hvdlab.launch.kept import KeptJob, Tenant
 from hvdlab.launch.processes import readable
-from support.patience import GONE, PATIENCE
+from support.interrupting import press_ctrl_c
+from support.patience import GONE, PATIENCE, eventually
 from support.pool_keeper import KEEPER, keeper, kill
 from support.pool_probe import PoolProbe
 from support.pool_recorder import Recorder
@@ -488,6 +489,22 @@ def test_a_pool_is_detached_and_attached_to_in_one_process(doors: Callable[[int]
     assert threading.active_count() == 1
     with Pool.attach("pool") as again:
         assert again.pull("x") == {0: 6, 1: 6}
+
+
+def test_interrupted_detach_leaves_the_pool_to_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool.start(1, keep="mine")
+    disconnect = kept_pools.LocalKeptPool.disconnect
+
+    def interrupted(self: kept_pools.LocalKeptPool, processes: PoolProcesses) -> None:
+        press_ctrl_c()
+        disconnect(self, processes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kept_pools.LocalKeptPool, "disconnect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.detach()
+        eventually(lambda: not KeptPoolRegistry().get("mine").owner.lives)
+    Pool.attach("mine").stop()
 
 
 @pytest.mark.soak

@@ -9,10 +9,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from hvdlab.collectives.client import Client
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.kernel_ext.notebook.assembly import processes_for
+from hvdlab.kernel_ext.notebook.prestart import Prestart
+from hvdlab.launch.forkserver.client import ForkServer
+from hvdlab.launch.local import LocalStarter
+from support.fixtures.kernel_ext_pool import StartPool
+from support.interrupting import press_ctrl_c
 from support.patience import GONE, PATIENCE
 from support.ranks.fork_server import living
 
@@ -108,6 +117,65 @@ def test_ctrl_c_while_the_pool_starts_leaves_nothing() -> None:
     _, said = process.communicate(timeout=PATIENCE)
     assert said.rstrip().endswith("KeyboardInterrupt")
     _, alive = psutil.wait_procs(family, timeout=GONE)
+    assert alive == []
+
+
+def interrupt_first(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """Have the user press Ctrl-C when this method is called first."""
+    original, presses = getattr(owner, name), [press_ctrl_c]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if presses:
+            presses.pop()()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(LocalStarter, "close"), (ForkServer, "close"), (Client, "close")]
+)
+def test_interrupted_stop_ends_all_processes(
+    owner: Any, name: str, start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = set(psutil.Process().children(recursive=True))
+    pool = start_pool(1)
+    family = [child for child in psutil.Process().children(recursive=True) if child not in others]
+    with monkeypatch.context() as patch:
+        interrupt_first(patch, owner, name)
+        with pytest.raises(KeyboardInterrupt):
+            pool.stop()
+        _, alive = psutil.wait_procs(family, timeout=GONE)
+    assert alive == []
+
+
+class InterruptedDeadline(Deadline):
+    """Time limit for a wait that the user interrupts."""
+
+    def remaining(self) -> float | None:
+        press_ctrl_c()
+        return super().remaining()
+
+
+def test_interrupted_start_of_processes_leaves_none() -> None:
+    others = set(psutil.Process().children(recursive=True))
+    with pytest.raises(KeyboardInterrupt):
+        processes_for(False, None, False, None, InterruptedDeadline(PATIENCE))
+    family = [child for child in psutil.Process().children(recursive=True) if child not in others]
+    _, alive = psutil.wait_procs(family, timeout=GONE)
+    assert alive == []
+
+
+def test_interrupted_close_of_started_processes_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(psutil.Process().children(recursive=True))
+    prestart = Prestart.begin(preload=False)
+    prestart._done.wait(PATIENCE)
+    family = [child for child in psutil.Process().children(recursive=True) if child not in others]
+    with monkeypatch.context() as patch:
+        interrupt_first(patch, ForkServer, "close")
+        with pytest.raises(KeyboardInterrupt):
+            prestart.close()
+        _, alive = psutil.wait_procs(family, timeout=GONE)
     assert alive == []
 
 

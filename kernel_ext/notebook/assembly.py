@@ -320,7 +320,8 @@ class PoolParts:
             remedy = "start the pool without keep, or with the launcher `local` or `ray`."
             found.capabilities.require(Capability.KEEP, found.name, remedy)
             if registry.keeper(found.name) is None:
-                keep = KeptPoolRegistry().free_name(keep)
+                # For its error, before anything is started. The pool gets its name when its ranks are there.
+                KeptPoolRegistry().free_name(keep)
             else:
                 progress("beginning what keeps the ranks")
                 held = LauncherKeptPool.begin(found.name, keep, size, plane, RANK_MODULE, values, deadline)

@@ -303,7 +303,12 @@ class LocalKeptPool:
         ports: tuple[str, int],
         deadline: Deadline,
     ) -> LocalKeptPool:
-        """Have the fork server keep a pool when this process ends. Raises ``StartError``."""
+        """Have the fork server keep a pool when this process ends.
+
+        Raises:
+            InvalidRequestError: The name has been taken meanwhile.
+            StartError: The pool can't be kept.
+        """
         path = str(processes.coordinator.directory / "warm")
         # Before there is an entry: another process that reads it connects to this path.
         processes.fork_server.keep(path, deadline)
@@ -325,8 +330,7 @@ class LocalKeptPool:
             version=__version__,
         )
         registry = KeptPoolRegistry()
-        registry.write(kept)
-        return cls(registry, kept)
+        return cls(registry, registry.add(kept))
 
     @classmethod
     def claim(cls, name: str) -> LocalKeptPool:

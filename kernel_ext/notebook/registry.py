@@ -161,23 +161,47 @@ class KeptPoolRegistry:
             self._write(kept)
             return kept
 
+    def add(self, kept: KeptPoolEntry) -> KeptPoolEntry:
+        """Write the entry of a new pool.
+
+        Args:
+            kept: The entry; with an empty name it gets a default one.
+
+        Returns:
+            The entry with its name.
+
+        Raises:
+            InvalidRequestError: The name is taken, or no name.
+            StartError: The file can't be written.
+        """
+        return self._write_in_directory(kept, new=True)
+
     def write(self, kept: KeptPoolEntry) -> None:
-        """Write a pool's entry, new or changed. Raises ``StartError`` if the file can't be written."""
+        """Write the changed entry of a pool. Raises ``StartError`` if the file can't be written."""
+        self._write_in_directory(kept, new=False)
+
+    def _write_in_directory(self, kept: KeptPoolEntry, *, new: bool) -> KeptPoolEntry:
         try:
-            while not self._try_to_write(kept):
+            while (written := self._try_to_write(kept, new=new)) is None:
                 pass  # another process has removed the empty directory before this one could lock it
         except OSError as error:
             raise StartError(
                 f"the pool can't be kept: {self._directory}: {error.strerror or error}"
             ) from error
+        return written
 
-    def _try_to_write(self, kept: KeptPoolEntry) -> bool:
+    def _try_to_write(self, kept: KeptPoolEntry, *, new: bool) -> KeptPoolEntry | None:
         for path in (self._directory.parent, self._directory):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._locked() as there:
-            if there:
-                self._write(kept)
-        return there
+            if not there:
+                return None
+            if new:
+                # Under the lock: of two pools that are started with one name at once, the second must find it taken.
+                name = free_name(kept.name, {other.name for other in self._read_all()})
+                kept = msgspec.structs.replace(kept, name=name)
+            self._write(kept)
+        return kept
 
     def release(self, kept: KeptPoolEntry) -> None:
         """Note that the pool has no owner any more."""

@@ -8,15 +8,20 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
-from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.errors import InvalidRequestError, StartError
+from hvdlab.collectives.time_limits import Deadline
+from hvdlab.kernel_ext.notebook.kept_pools import LocalKeptPool
+from hvdlab.kernel_ext.notebook.prestart import PoolProcesses
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, Process
 from hvdlab.launch import processes
+from hvdlab.launch.kept import DEFAULT
 from support.patience import PATIENCE
 
 
@@ -60,6 +65,49 @@ def test_a_pool_is_released_on_a_full_disk_and_can_be_claimed_again(
     assert registry.get("night").owner.pid == 0
     monkeypatch.undo()
     assert registry.claim("night", "/work").owner.pid == os.getpid()
+
+
+class KeepingServer:
+    """A fork server that stays; other processes start pools while it answers."""
+
+    pid = os.getpid()
+
+    def __init__(self, others: Iterable[KeptPoolEntry]) -> None:
+        self._others = others
+
+    def keep(self, path: str, deadline: Deadline) -> None:
+        for other in self._others:
+            KeptPoolRegistry().write(other)
+
+
+class NearCoordinator:
+    pid = os.getpid()
+    address, token, client_token, directory = "unix:/nowhere", "t", "c", Path("/nowhere")
+
+
+def keep(name: str, *others: KeptPoolEntry) -> LocalKeptPool:
+    """Keep a pool under this name, while others are kept meanwhile."""
+    processes = PoolProcesses(cast(Any, KeepingServer(others)), cast(Any, NearCoordinator()), cast(Any, None))
+    return LocalKeptPool.begin(
+        processes, name, size=3, plane="shm", ports=("a", 1), deadline=Deadline(PATIENCE)
+    )
+
+
+def test_pool_whose_name_was_taken_meanwhile_is_refused(
+    kept: KeptPoolEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(InvalidRequestError, match="there is a pool `night` already"):
+        keep("night", kept)
+    assert KeptPoolRegistry().all() == [kept]
+
+
+def test_pool_without_name_gets_one_that_is_free_when_it_is_kept(
+    kept: KeptPoolEntry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert keep("", msgspec.structs.replace(kept, name=DEFAULT)).name == f"{DEFAULT}-2"
+    assert [found.size for found in KeptPoolRegistry().all()] == [2, 3]
 
 
 @pytest.mark.usefixtures("full")

@@ -18,10 +18,11 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -216,22 +217,21 @@ class Transcript:
 
     def entries(self) -> Iterator[Entry]:
         """Return the kept entries, in order, without displays that were cleared or updated since. The caller holds :attr:`lock`."""
-        number = 0
-        for rank, what in self._all():
-            if not isinstance(what, (Display, Clear)):
-                yield rank, what
-                continue
-            number += 1
-            gone = number < self._cleared.get(rank, 0)
-            if isinstance(what, Display) and what.update:
-                gone = gone or number < self._updated[rank, what.display_id]
-            if not gone:
-                yield rank, what
+        with ExitStack() as files:
+            yield from self.snapshot(files)
 
-    def _all(self) -> Iterator[Entry]:
-        if self._spool.size:
-            yield from self._spool.entries()
-        yield from self._recent
+    def snapshot(self, files: ExitStack) -> Iterator[Entry]:
+        """Return the entries of now, as :meth:`entries` does, to be read without the lock: more can come meanwhile, or all be removed.
+
+        Args:
+            files: Gets the open files; closed when the entries are read.
+
+        Raises:
+            OSError: The files can't be read.
+        """
+        with self.lock:
+            kept = chain(self._spool.open(files) if self._spool.size else (), tuple(self._recent))
+            return _standing(kept, dict(self._cleared), dict(self._updated))
 
     def replay(self, sink: OutputSink, ranks: Sequence[int] | None = None) -> None:
         """Give a sink the kept output of these ranks (by default all) and of no others, as if they wrote it now.
@@ -257,6 +257,23 @@ class Transcript:
             self._spool.remove()
             # Output that still comes is then counted as lost, and makes no files again.
             self.why = self.why or "it was removed to make room"
+
+
+def _standing(
+    kept: Iterable[Entry], cleared: Mapping[int, int], updated: Mapping[tuple[int, str], int]
+) -> Iterator[Entry]:
+    """Yield the entries but the displays that were cleared or updated since; the mappings have the numbers of those events."""
+    number = 0
+    for rank, what in kept:
+        if not isinstance(what, (Display, Clear)):
+            yield rank, what
+            continue
+        number += 1
+        gone = number < cleared.get(rank, 0)
+        if isinstance(what, Display) and what.update:
+            gone = gone or number < updated[rank, what.display_id]
+        if not gone:
+            yield rank, what
 
 
 def _size(chunk: Chunk) -> int:
@@ -318,19 +335,33 @@ class Spool:
 
     def entries(self) -> Iterator[Entry]:
         """Yield the appended entries, in order; a piece at a time is in memory."""
-        path = self.directory / "index"
-        if not path.exists():  # the first write failed
-            return
-        with ExitStack() as stack:
-            files: dict[Path, BufferedReader] = {}
-            index = stack.enter_context(path.open("rb"))
-            # The last record can be cut short, by a disk that was full in the middle of it.
-            while len(record := index.read(_RECORD.size)) == _RECORD.size:
-                rank, kind, length = _RECORD.unpack(record)
-                path = self._file(rank, kind)
-                if path not in files:
-                    files[path] = stack.enter_context(path.open("rb"))
-                yield rank, _entry(kind, files[path].read(length))
+        with ExitStack() as files:
+            yield from self.open(files)
+
+    def open(self, files: ExitStack) -> Iterator[Entry]:
+        """Return the entries of now, in order. They can be read although more are appended, or the files removed, meanwhile.
+
+        Args:
+            files: Gets the open files.
+
+        Raises:
+            OSError: A file can't be opened.
+        """
+        index = self.directory / "index"
+        if not index.exists():  # the first write failed
+            return iter(())
+        # All of them now: their names may be gone before their first entry is read.
+        opened = {path: files.enter_context(path.open("rb")) for path in self.directory.iterdir()}
+        # The last record can be cut short, by a disk that was full in the middle of it.
+        records = os.fstat(opened[index].fileno()).st_size // _RECORD.size
+        return self._read(opened, opened[index], records)
+
+    def _read(
+        self, files: Mapping[Path, BufferedReader], index: BufferedReader, records: int
+    ) -> Iterator[Entry]:
+        for _ in range(records):
+            rank, kind, length = _RECORD.unpack(index.read(_RECORD.size))
+            yield rank, _entry(kind, files[self._file(rank, kind)].read(length))
 
     def remove(self) -> None:
         """Delete the files."""
@@ -377,8 +408,9 @@ def write_text(transcript: Transcript, path: Path, ranks: Sequence[int], *, merg
     Raises:
         OSError: The file can't be written.
     """
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file, transcript.lock:
-        for piece in _pieces(transcript, ranks, merge=merge):
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file, ExitStack() as files:
+        # Without the lock: the disk may be slow, and all mail of the pool waits for output that comes after the cell's end.
+        for piece in _pieces(transcript.snapshot(files), ranks, merge=merge):
             file.write(_text(piece, labelled=len(ranks) > 1))
         return file.tell()
 
@@ -398,10 +430,10 @@ def last_lines(transcript: Transcript, ranks: Sequence[int], count: int) -> dict
     return {rank: "\n".join(kept) + (ends[rank] if kept else "") for rank, kept in lines.items()}
 
 
-def _pieces(transcript: Transcript, ranks: Sequence[int], *, merge: bool) -> Iterator[Piece]:
+def _pieces(entries: Iterable[Entry], ranks: Sequence[int], *, merge: bool) -> Iterator[Piece]:
     merger = LineMerger(ranks, merge=merge)
     now = 0.0
-    for rank, what in transcript.entries():
+    for rank, what in entries:
         now += HOLD * len(what.text) / _HELD if isinstance(what, Stream) else 0.0
         if isinstance(what, str):
             yield from merger.take(now)

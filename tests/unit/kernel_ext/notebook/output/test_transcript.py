@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -385,3 +388,54 @@ def test_a_run_whose_recording_fails_is_shown_to_its_end(
     assert seen.text(0) == "a\n"
     assert isinstance(recorder.failure, MemoryError)
     assert not kept.running
+
+
+class SlowFile(io.StringIO):
+    """File on a slow disk: a write waits for ``goes_on``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.reached.set()
+        assert self.goes_on.wait(PATIENCE)
+        return super().write(text)
+
+    def close(self) -> None:
+        """Keep the text."""
+
+
+@pytest.mark.parametrize("meanwhile", ["late output", "removal"])
+def test_output_is_saved_to_a_slow_disk_as_it_was_at_the_call(tmp_path: Path, meanwhile: str) -> None:
+    store = TranscriptStore(tmp_path / "output")
+    recorder = store.record("c", "[1]", (0, 1), Seen())
+    for _ in range(2):
+        recorder.output(0, (Stream("stdout", MEGABYTE),))
+        recorder.output(1, (Stream("stdout", "two\n"),))
+    recorder.finished(CellResults((0, 1), {}))
+    expected = io.StringIO()
+    write_text(recorder.transcript, SimpleNamespace(open=lambda *a, **k: nullcontext(expected)), [0, 1])  # type: ignore[arg-type]  # a path, as far as it is used
+    file = SlowFile()
+    path = SimpleNamespace(open=lambda *args, **kwargs: file)
+    saving = threading.Thread(target=write_text, args=(recorder.transcript, path, [0, 1]))
+    done = threading.Event()
+
+    def change() -> None:
+        if meanwhile == "removal":
+            recorder.transcript.remove()
+        else:
+            store.late(0, "c", (Stream("stdout", MEGABYTE),), lambda: None)
+        done.set()
+
+    changing = threading.Thread(target=change)
+    saving.start()
+    try:
+        assert file.reached.wait(PATIENCE)
+        changing.start()
+        assert done.wait(PATIENCE)
+    finally:
+        file.goes_on.set()
+        saving.join()
+        changing.join()
+    assert file.getvalue() == expected.getvalue()

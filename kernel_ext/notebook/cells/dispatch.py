@@ -848,6 +848,7 @@ class CellDispatcher:
 def _first_to_fail(results: CellResults) -> int | None:
     """Return the rank that has the error which the others came from; None if no rank has one."""
     cause, errors = results.root_cause, results.errors
-    by_time = sorted(errors, key=lambda rank: (errors[rank].when, rank))
+    times = results.failure_times()
+    by_time = sorted(errors, key=lambda rank: (times[rank], rank))
     ranks = [*(cause.ranks if cause is not None else ()), *by_time]
     return next((rank for rank in ranks if rank in errors), None)

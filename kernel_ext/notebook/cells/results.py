@@ -344,7 +344,7 @@ class CellResults(Sequence[Any]):
         """Return the failure that came first and that no other rank caused; None if all is well."""
         # An abort, or an interrupt by the pool, follows from the failure of another rank, whatever its time.
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
-        times = self._failure_times()
+        times = self.failure_times()
         first = min(own, key=lambda r: (times[r], r), default=None)
         death = min(self.deaths.values(), key=lambda d: (d.when, d.rank), default=None)
         if death is not None and (first is None or death.when <= times[first]):
@@ -366,7 +366,7 @@ class CellResults(Sequence[Any]):
         first = min(self.errors, key=lambda r: (times[r], r), default=None)
         return None if first is None else self._cause_of(first)
 
-    def _failure_times(self) -> dict[int, int]:
+    def failure_times(self) -> dict[int, int]:
         """Return when ranks failed, by the clock of this process. Errors have that of their rank's host."""
         # The report that took the least time shows best how far a host's clock is behind. All errors of a host are shifted
         # alike, so that their order stays.

@@ -12,7 +12,7 @@ from hvdlab.collectives.client import Client
 from hvdlab.collectives.types import Membership
 from hvdlab.kernel_ext.notebook.cells.dispatch import DISCARDS_AT_ONCE, CellDispatcher, CellRequest
 from hvdlab.kernel_ext.notebook.cells.driver import CellHandle
-from hvdlab.kernel_ext.notebook.cells.results import CellResults
+from hvdlab.kernel_ext.notebook.cells.results import CellResults, RankDeath
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink, OutputSink
 from hvdlab.kernel_ext.notebook.elastic import Bounds, UnsyncedRanks
 from hvdlab.kernel_ext.notebook.output.transcript import TranscriptStore
@@ -95,6 +95,19 @@ def test_an_interrupt_comes_after_its_cell_and_before_that_can_end() -> None:
         ("ResendFrom", (0,)),
         ("ResendFrom", (1,)),
     ]
+
+
+def test_first_to_fail_beside_a_death_goes_by_the_clock_here() -> None:
+    runs = runs_of(Said())
+    here, there = (CellError("ValueError", "bad", ("tb",), when) for when in (1000, 10))
+    results = CellResults(
+        (0, 1, 2),
+        {0: CellDone("a", here, 0.0), 1: CellDone("a", there, 0.0)},
+        deaths={2: RankDeath(2, "killed by SIGKILL", 1)},
+        arrivals={1: ("behind", 2000)},
+    )
+    runs.finish("a", results)
+    assert runs.first_to_fail == 0
 
 
 def test_an_interrupt_is_for_one_cell() -> None:

@@ -182,13 +182,21 @@ def pickled(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def results(done: JobResult, size: int) -> list[Any]:
     """Return the function's results, by rank; raise the error of the rank that failed first, or the other reason for the job's failure."""
-    # Safe to unpickle: our own ranks sent it over pipes of ours.
-    found = {rank: pickle.loads(data) for rank, data in done.results.items() if data}  # noqa: S301
+    found: dict[int, Any] = {}
+    unreadable: dict[int, Exception] = {}
+    for rank, data in done.results.items():
+        try:
+            if data:
+                found[rank] = pickle.loads(data)  # noqa: S301  # safe: our own ranks sent it over pipes of ours
+        except Exception as error:  # noqa: BLE001  # of the value's own code, or of a module that is missing here
+            unreadable[rank] = error
     failed = done.failed
     ranks: Sequence[int] = range(size)
     if done.code == 0:  # an elastic job went on without ranks that have failed or left
         well = [rank for rank in ranks if rank not in done.outcomes or done.outcomes[rank].ok]
         ranks = [rank for rank in well if rank not in done.left]
+        if (bad := next((rank for rank in ranks if rank in unreadable), None)) is not None:
+            raise _unreadable(bad, unreadable[bad]) from unreadable[bad]
     if failed is None:
         failed = next((rank for rank in ranks if not isinstance(found.get(rank), FunctionReturned)), None)
     if failed is None and done.code == 0:
@@ -196,6 +204,16 @@ def results(done: JobResult, size: int) -> list[Any]:
     if failed is None:
         raise RankFailedError("; ".join(done.failure) or f"the job ended with exit code {done.code}")
     raise _error(done, failed, found.get(failed))
+
+
+def _unreadable(rank: int, why: Exception) -> RankFailedError:
+    """Return the error for a value that a rank has returned, and that can't be unpickled here."""
+    error = RankFailedError(
+        f"rank {rank} returned a value that can't be unpickled here: {type(why).__name__}: {why}. "
+        "Return one whose classes this process can import, or have the function save it."
+    )
+    error.rank, error.exit_code = rank, 0
+    return error
 
 
 def _error(done: JobResult, rank: int, found: FunctionReturned | FunctionRaised | None) -> BaseException:

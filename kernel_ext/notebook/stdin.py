@@ -432,9 +432,10 @@ class PromptDesk:
         assert self._prompter is not None
         line, error = "", ""
         label, hidden = self._queue.label(question), question.request.kind == PASSWORD
-        with self._lock:
-            self._asking, self._withdrawn = question, False
         try:
+            # In the block: Ctrl-C may come right behind it, and the user would count as being asked from then on.
+            with self._lock:
+                self._asking, self._withdrawn = question, False
             with meanwhile(), self._breakable():
                 line = self._prompter.ask(label, hidden=hidden)
         except _Withdrawn:

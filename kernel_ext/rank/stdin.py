@@ -132,21 +132,33 @@ class RankStdin:
         # The output before the question reaches the notebook before it.
         self._capture.flush()
         request = PromptRequest(cell, next(self._numbers), kind, _shown(prompt))
-        waiting = self._waiting[request.number] = _Waiting(request)
+        waiting = _Waiting(request)
         try:
+            # In the block: Ctrl-C may come at any line, and ask_again() would send a question that was left there.
+            self._waiting[request.number] = waiting
             # Once more, after the entry in _waiting: an end that comes now is seen here, or _end_all() finds the entry.
             self._check_answerable(cell, what)
-        except StdinNotImplementedError:
-            del self._waiting[request.number]
-            raise
-        # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
-        # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
-        interrupted = self._interrupted_cell == request.cell and (
-            kind == DEBUGGER or not self._gate.interrupted
-        )
-        if interrupted and not waiting.on_main:
-            del self._waiting[request.number]
+            # After the entry in _waiting: an interrupt that comes now is seen here, or interrupted() finds the entry.
+            # The main thread may handle the interrupt between input()'s look and this one: a debugger goes by the cell alone.
+            interrupted = self._interrupted_cell == cell and (kind == DEBUGGER or not self._gate.interrupted)
+            if interrupted and not waiting.on_main:
+                raise KeyboardInterrupt
+            self._await_reply(waiting)
+        finally:
+            self._waiting.pop(request.number, None)
+        reply = waiting.reply
+        assert reply is not None
+        if reply.error == INTERRUPTED:
             raise KeyboardInterrupt
+        if reply.error == AT_AN_END:
+            raise EOFError("the user has ended the input")
+        if reply.error:
+            raise StdinNotImplementedError(reply.error.format(what=what))
+        return reply.text
+
+    def _await_reply(self, waiting: _Waiting) -> None:
+        """Post the question, and wait for its end while the engine is paused."""
+        request = waiting.request
         try:
             # Stored first: after an interrupt in between, cell_ended() resumes once too often, which has no
             # effect. The other way round the engine would stay paused.
@@ -162,15 +174,6 @@ class RankStdin:
             self._engine.resume(AT_A_PROMPT)
             # By its number, not by a count: an interrupt may have come before it was stored.
             self._pauses.discard(request.number)
-        reply = waiting.reply
-        assert reply is not None
-        if reply.error == INTERRUPTED:
-            raise KeyboardInterrupt
-        if reply.error == AT_AN_END:
-            raise EOFError("the user has ended the input")
-        if reply.error:
-            raise StdinNotImplementedError(reply.error.format(what=what))
-        return reply.text
 
     def _post(self, mail: Payload) -> None:
         """Send mail to the pool."""

@@ -355,6 +355,24 @@ def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_han
     assert not asked
 
 
+def test_question_interrupted_before_it_is_sent_is_not_asked_again() -> None:
+    class Engine:
+        def pause(self, reason: str = "") -> None: ...
+        def resume(self, reason: str = "") -> None: ...
+
+    def interrupt() -> bool:
+        raise KeyboardInterrupt  # as the signal's handler does, at this line
+
+    asked: list[object] = []
+    prompting = RankStdin(Engine(), asked.append, lambda: None, interrupt)
+    prompting.cell_begins("c")
+    prompting.interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        prompting.input("?")
+    prompting.ask_again()
+    assert asked == []
+
+
 # -- debuggers ------------------------------------------------------------------------------------------------------
 
 STEPS = "def f(a):\n    b = a + 1\n    {stop}\n    c = b * 2\n    return c\nf(1)"

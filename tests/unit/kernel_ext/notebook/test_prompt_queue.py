@@ -10,6 +10,7 @@ from hvdlab.kernel_ext.notebook.stdin import (
     GATHER,
     RETURN,
     Answer,
+    PromptDesk,
     PromptQueue,
     SendLine,
     ShowNotice,
@@ -170,3 +171,36 @@ def test_no_question_is_answered_twice_or_forgotten(steps: list[tuple[str, int, 
                 assert open_questions.pop(answer.rank) == answer.reply.number
         assert queue.ranks == tuple(sorted(open_questions))
     assert (queue.next_prompt(now + 10) is None) == (not open_questions)
+
+
+class NoUser:
+    """Prompter that must not be used: the interrupt comes before."""
+
+    shows_beside = False
+
+    def ask(self, prompt: str, *, hidden: bool) -> str:
+        raise AssertionError("asked")
+
+
+class InterruptedLock:
+    """Lock whose first block the user interrupts as it ends."""
+
+    def __init__(self) -> None:
+        self._interrupts = iter([KeyboardInterrupt()])
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        if (interrupt := next(self._interrupts, None)) is not None:
+            raise interrupt
+
+
+def test_user_interrupting_before_the_prompt_is_not_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = PromptDesk(NoUser(), None)
+    desk.prompt_asked(0, ask(1), 0.0)
+    question = desk.next_prompt(GATHER)
+    assert question is not None
+    monkeypatch.setattr(desk, "_lock", InterruptedLock())
+    with pytest.raises(KeyboardInterrupt):
+        desk.ask(question)
+    assert not desk.asking

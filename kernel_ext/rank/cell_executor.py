@@ -56,6 +56,8 @@ class CellExecution:
     when: int = 0
     #: Whether the cell's code had begun when it failed: a SyntaxError is the cell's own only before that.
     ran: bool = False
+    #: Whether interrupts are for this cell: the gate counts it as one that will begin until then.
+    begun: bool = False
     #: Whether the coordinator has the end: an error reports it early, and _finish() must not repeat it.
     ended: bool = False
 
@@ -110,6 +112,7 @@ class CellExecutor:
         # would then start as a single process.
         restore_world_size()
         self._gate.begin()
+        run.begun = True
         self._hook.plain, self._hook.remembers = "", request.store_history
         # Before the cell's code: frames of the last failure may keep a model's activations alive, and this
         # cell may have no room beside them.
@@ -155,6 +158,8 @@ class CellExecutor:
         if run is not None:
             run.error = run.error or error
             self._end_for_others(run)
+        if run is not None and not run.begun:
+            self._gate.skip()  # or else an interrupt while the rank is idle would hit its next cell
         self._gate.end()
 
     async def _run_in_shell(self, request: RunCell) -> Any:

@@ -200,6 +200,12 @@ class InterruptDelivery:
             # one any sooner, the interrupt that it leaves in `pending` would be overwritten above.
             self._running = True
 
+    def skip(self) -> None:
+        """Count down a cell that has come and will not begin, with the interrupt that is meant for it."""
+        with self._lock:
+            self._early = max(0, self._early - 1)
+            self._awaited = max(0, self._awaited - 1)
+
     def end(self) -> None:
         """End the cell: interrupts that arrive from now on are dropped."""
         with self._lock:

@@ -187,6 +187,23 @@ def test_cell_ended_by_a_fault_of_ours_ends_for_other_ranks(
     assert rank.run("2").done.value_repr == "2"
 
 
+def test_interrupt_after_a_cell_that_a_fault_kept_from_beginning_is_dropped(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> None:
+        raise AssertionError("a fault of ours")
+
+    def script(pool: Pool) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(framework_hooks, "modes", broken)
+            assert pool.run("1").error.evalue == "a fault of ours"
+        pool.engine.interrupt()
+        pool.engine.settle()
+        assert pool.run("2").done.error is None
+
+    rank.play(script)
+
+
 def test_a_fault_of_ours_ends_the_cell_not_the_rank(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise AssertionError("a fault of ours")

@@ -671,6 +671,16 @@ def peers_of(state: CoordinatorState, ranks: tuple[int, ...]) -> tuple[int, ...]
     return tuple(living[rank].peer for rank in ranks if rank in living)
 
 
+def keep_for_absent(state: CoordinatorState, ranks: tuple[int, ...], mail: m.Mail) -> None:
+    """Keep mail for those of these ranks that are perhaps on their way to a successor."""
+    # A rank repeats its mail as soon as it has found the successor, perhaps before the ranks that the mail is for. A client that lets
+    # go of its pool meanwhile does not repeat it at all.
+    if state.restoring.active:
+        for target in ranks:
+            if target not in state.membership.ranks:
+                state.restoring.keep_mail(target, mail)
+
+
 RankHandler = Callable[[CoordinatorState, RankPeer, Any, float], None]
 
 
@@ -782,11 +792,7 @@ def _on_post(state: CoordinatorState, rank: RankPeer, message: m.Post, now: floa
     mail = m.Mail(message.topic, rank.rank, message.body)
     peers = peers_of(state, message.to) if message.to else tuple(state.membership.clients)
     state.effects.send(peers, mail)
-    # A rank repeats its mail as soon as it has found the successor, perhaps before the ranks that the mail is for.
-    if state.restoring.active:
-        for target in message.to:
-            if target not in state.membership.ranks:
-                state.restoring.keep_mail(target, mail)
+    keep_for_absent(state, message.to, mail)
 
 
 def _on_ping(state: CoordinatorState, rank: RankPeer, message: m.Ping, now: float) -> None:
@@ -906,7 +912,9 @@ def _on_rank_lost(state: CoordinatorState, peer: int, message: m.RankLost, now: 
 
 
 def _on_client_post(state: CoordinatorState, peer: int, message: m.Post, now: float) -> None:
-    state.effects.send(peers_of(state, message.to), m.Mail(message.topic, -1, message.body))
+    mail = m.Mail(message.topic, -1, message.body)
+    state.effects.send(peers_of(state, message.to), mail)
+    keep_for_absent(state, message.to, mail)
 
 
 def _on_story_request(state: CoordinatorState, peer: int, message: m.StoryRequest, now: float) -> None:

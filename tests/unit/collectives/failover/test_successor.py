@@ -115,6 +115,18 @@ def test_mail_reaches_ranks_that_come_later_than_its_sender_in_order() -> None:
         assert got[1:] == [m.Mail("topic", 0, body) for body in (b"1", b"2", b"3")]
 
 
+def test_mail_of_a_client_reaches_ranks_that_come_later_once() -> None:
+    successor = Successor()
+    successor.comes(0)
+    successor.client(m.Post("topic", b"1", (0, 1, 2)))
+    successor.comes(1)
+    successor.comes(2)
+    for peer in (10, 11, 12):
+        got = [message for message in successor.said[peer] if isinstance(message, m.Welcome | m.Mail)]
+        assert isinstance(got[0], m.Welcome)
+        assert got[1:] == [m.Mail("topic", -1, b"1")]
+
+
 def test_mail_for_a_rank_that_does_not_come_is_dropped() -> None:
     successor = Successor()
     successor.comes(0)

@@ -26,6 +26,7 @@ from hvdlab.collectives.protocol.codec import decode_to_peer
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.system import process_state
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import Deadline, Heartbeat
 from hvdlab.collectives.types import Membership, Stall
 
@@ -265,6 +266,11 @@ class Client:
             CoordinatorLostError: The coordinator is gone.
             TimeoutError: A rank that lives, or the coordinator, did not answer; the events of all other ranks are there.
         """
+        if silent := self._collect(timeout):
+            raise TimeoutError(f"{format_ranks(silent)} did not send all events within {timeout:g} s")
+
+    def _collect(self, timeout: float) -> tuple[int, ...]:
+        """Do the same, and return the ranks that live and did not answer."""
         token, deadline = os.urandom(8), Deadline(timeout)
         asked = {member.rank for member in self._membership.members}
         answered: set[int] = set()
@@ -279,7 +285,10 @@ class Client:
             if asked:
                 self.post(m.COLLECT, token, sorted(asked))
             try:
-                self._wait(lambda: not missing(), deadline, "all ranks' events")
+                with contextlib.suppress(TimeoutError):
+                    self._wait(lambda: not missing(), deadline, "all ranks' events")
+                # Before the flush: an answer that comes during it can overtake its events.
+                return tuple(sorted(missing()))
             finally:
                 # A rank's events and answers are in order up to the coordinator; from there on answers can overtake events.
                 self.flush(timeout)
@@ -401,11 +410,12 @@ class Client:
     def gathered(self, timeout: float = ANSWERS_WITHIN) -> Recording:
         """Return :attr:`recording` with all that the ranks have recorded by now, except ranks that do not answer in ``timeout`` seconds.
 
-        Without a coordinator it has the events that came before that was lost.
+        Its attribute ``silent`` names these ranks. Without a coordinator it has the events that came before that was lost.
         """
         recording = self.recording
+        recording.silent = ()
         with contextlib.suppress(CoordinatorLostError, TimeoutError):
-            self.collect_events(timeout)
+            recording.silent = self._collect(timeout)
         return recording
 
     def on_stall(self, callback: Callable[[Stall], Any]) -> None:

@@ -374,6 +374,7 @@ class Recording:
         names, sites: NameTable of tensors, and the lines that they were used at (``cell [7] line 4``, empty if not known), by
             number; 0 is the empty one. A name that several lines use has several numbers.
         refused: How many batches could not be read.
+        silent: Ranks that did not answer when all that ranks have recorded was gathered last: their newest records are missing.
         failures: Failures to compute something from it; the views show them.
         paused: Ranks in which the user looks around, and why, as it reads after ``rank 3 is``.
         when_paused: Called, on any thread, when that has changed.
@@ -387,6 +388,7 @@ class Recording:
         self.names = self._names.names
         self.sites = self._names.sites
         self.refused = 0
+        self.silent: tuple[int, ...] = ()
         self.failures = Failures()
         self.paused: Mapping[int, str] = {}
         self.when_paused: list[Callable[[], None]] = []
@@ -807,7 +809,7 @@ def span_table(recording: Recording) -> DataFrame:
     for name in ("name", "site", "kind", "dtype"):
         frame[name] = frame[name].astype("category")
     frame["last_rank"] = frame["last_rank"].astype("Int64").mask(frame["last_rank"] < 0)
-    frame.attrs["dropped"] = recording.dropped
+    frame.attrs.update(dropped=recording.dropped, silent=list(recording.silent))
     return frame
 
 
@@ -862,7 +864,7 @@ def metric_table(recording: Recording) -> DataFrame:
     for name in ("name", "unit"):
         frame[name] = frame[name].astype("category")
     frame["step"] = frame["step"].astype("Int64")
-    frame.attrs["dropped"] = recording.points_lost
+    frame.attrs.update(dropped=recording.points_lost, silent=list(recording.silent))
     return frame
 
 

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
     from pandas import DataFrame  # type: ignore[import-untyped]  # has no types
 
+    from hvdlab.collectives.tracing.recording import Recording
     from hvdlab.kernel_ext.notebook.prestart import Prestart
 
 LOOK_WITHIN = 7.0
@@ -114,6 +115,8 @@ class Pool:
         self._changing = threading.RLock()
         self._stopped = False
         self._timeline: TraceFileWriter | None = None
+        # The ranks of which the user knows that they did not answer for the recording.
+        self._silent: tuple[int, ...] = ()
         # When this process exits, or the pool is garbage-collected, the ranks end, unless the pool is kept.
         self._detach = weakref.finalize(self, parts.detach)
 
@@ -1042,6 +1045,7 @@ class Pool:
         if recording is None:
             return None
         recording.stop()
+        self._note_silent(self.client.recording)
         return recording.path
 
     @overload
@@ -1055,7 +1059,7 @@ class Pool:
 
         It has all that the ranks did before the call. ``docs/reference/trace.md`` has the columns. The newest million rows are
         kept, from the first use on and with the past events that the coordinator still has; ``table.attrs["dropped"]`` is the
-        number of rows that are missing.
+        number of rows that are missing, and ``table.attrs["silent"]`` has the ranks that did not answer within a second.
 
         Args:
             arrow: Return a ``pyarrow.Table`` instead; ``table.schema.metadata`` has ``dropped`` then.
@@ -1063,7 +1067,7 @@ class Pool:
         Raises:
             ModuleNotFoundError: pandas, or pyarrow, is not installed.
         """
-        recording = self.client.gathered()
+        recording = self._gathered()
         return recording.arrow() if arrow else recording.table()
 
     def metrics(self) -> DataFrame:
@@ -1076,7 +1080,21 @@ class Pool:
         Raises:
             ModuleNotFoundError: pandas is not installed.
         """
-        return self.client.gathered().metrics()
+        return self._gathered().metrics()
+
+    def _gathered(self) -> Recording:
+        recording = self.client.gathered()
+        self._note_silent(recording)
+        return recording
+
+    def _note_silent(self, recording: Recording) -> None:
+        """Show the user which ranks did not answer when the recording was gathered; once, if it is gathered again and again."""
+        if recording.silent and recording.silent != self._silent:
+            self._runs.notice(
+                f"{format_ranks(recording.silent)} did not answer: the newest spans and metrics of "
+                f"{'it' if len(recording.silent) == 1 else 'them'} are missing in the recording"
+            )
+        self._silent = recording.silent
 
     def save_trace(self, path: str | os.PathLike[str], format: str | None = None) -> Path:
         """Write everything that :meth:`trace` would have now, with cells, metrics and lost ranks, for a trace viewer.
@@ -1092,7 +1110,9 @@ class Pool:
             InvalidRequestError: There is no such format.
             OSError: It could not be written; a file that was there stays as it was.
         """
-        return save_trace(self.client, path, format)
+        saved = save_trace(self.client, path, format)
+        self._note_silent(self.client.recording)
+        return saved
 
     # -- the end --------------------------------------------------------------------------------------------------
 

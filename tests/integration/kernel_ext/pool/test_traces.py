@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +61,20 @@ def test_what_ranks_have_done_is_there_when_it_is_asked_for(pool: Pool, tmp_path
     assert not pool.run("hvd.allreduce(np.ones(3), 'last')").errors
     saved = gzip.decompress(pool.save_trace(tmp_path / "t.json.gz").read_bytes()).decode()
     assert saved.count("allreduce.last") >= 3
+
+
+def test_ranks_that_did_not_answer_are_named(pool: Pool, tmp_path: Path) -> None:
+    assert not pool.run("hvd.allreduce(np.ones(3), 'here')").errors
+    assert pool.client.gathered(PATIENCE).silent == ()
+    stopped = pool.status()[1].pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert 1 in pool.trace().attrs["silent"]
+        assert 1 in pool.metrics().attrs["silent"]
+        pool.save_trace(tmp_path / "t.json")
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert any("did not answer" in line for line in pool.news())
 
 
 def test_a_recording_may_wait_for_its_pool(pool: Pool) -> None:

@@ -25,7 +25,7 @@ from hvdlab.collectives.planes.gpu.ipc_memory import RING
 
 STUCK_AFTER = 10.0
 """Seconds that this member's GPU gets, after a stop, for work before the group's, such as a kernel of the user's."""
-_DRAIN_INTERVAL = 0.001
+DRAIN_INTERVAL = 0.001
 """Seconds between two polls of the GPU after a stop: the driver has no event for "nothing is left"."""
 
 
@@ -238,7 +238,7 @@ class GpuGroup(Generic[Begun]):
                 if time.monotonic() > end:
                     return False
                 self._push_on()
-                time.sleep(_DRAIN_INTERVAL)
+                time.sleep(DRAIN_INTERVAL)
         return True
 
     def _drained(self) -> bool:

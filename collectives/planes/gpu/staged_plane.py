@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import time
 from collections.abc import Sequence
 from time import monotonic_ns
 from typing import ClassVar, NamedTuple
@@ -25,8 +26,9 @@ from hvdlab.collectives.planes.base import (
     storage_type,
 )
 from hvdlab.collectives.planes.gpu.device import Device, DeviceFailed
+from hvdlab.collectives.planes.gpu.gpu_group import DRAIN_INTERVAL, STUCK_AFTER
 from hvdlab.collectives.planes.gpu.gpu_plane import CUDA, CudaBuffer, allocated, cuda_buffer
-from hvdlab.collectives.planes.host import HostPlane
+from hvdlab.collectives.planes.host import HostPlane, leave_to_library
 from hvdlab.collectives.planes.registry import SubgroupPlanes
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import DType, Reduction
@@ -57,6 +59,9 @@ class PinnedMemory:
         self.stream = device.new_stream()
         self._memory: mmap.mmap | None = None
         self._address = self._mapped = 0
+        #: Tensors of the copies on their way. If an interrupt ends the wait for these, the tensors stay here until :meth:`close`: the GPU
+        #: may read and write them, and their owner frees them with the last reference.
+        self._copied: Sequence[CudaBuffer] = ()
 
     def places(self, counts: Sequence[int], dtype: DType) -> list[ArrayPlace]:
         """Return arrays with these numbers of elements. Those of the last call are gone then."""
@@ -85,6 +90,7 @@ class PinnedMemory:
 
     def fetch(self, buffers: Sequence[CudaBuffer], places: Sequence[ArrayPlace]) -> None:
         """Copy tensors to the host, once the work that makes them is done."""
+        self._copied = buffers
         # A set, since tensors of one stream can share a mark.
         for event in {buffer.after.event for buffer in buffers if buffer.after is not None}:
             self._device.wait_event(self.stream, event)
@@ -96,6 +102,7 @@ class PinnedMemory:
 
     def store(self, places: Sequence[ArrayPlace], buffers: Sequence[CudaBuffer]) -> None:
         """Copy arrays to tensors, which may be read when this returns."""
+        self._copied = buffers
         for event in {buffer.after.event for buffer in buffers if buffer.after is not None}:
             self._device.wait_event(self.stream, event)
         for place, buffer in zip(places, buffers, strict=True):
@@ -105,6 +112,7 @@ class PinnedMemory:
 
     def clear(self, buffer: CudaBuffer) -> None:
         """Set a tensor to zero."""
+        self._copied = (buffer,)
         self._device.clear(buffer.pointer, buffer.nbytes, self.stream)
         self.finish()
 
@@ -116,11 +124,25 @@ class PinnedMemory:
             self._device.synchronize(event)
         finally:
             self._device.end_event(event)
+        self._copied = ()  # not before: an interrupted wait ends no copy
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything. Waits for copies on their way, ``STUCK_AFTER`` seconds at most; a GPU that needs longer keeps all."""
+        if self._copied and not self._drains():
+            leave_to_library(self._memory, self._copied)
+            return
+        self._copied = ()
         self._unmap()
         self._device.end_stream(self.stream)
+
+    def _drains(self) -> bool:
+        """Return whether the copies come to their end in time."""
+        deadline = Deadline(STUCK_AFTER)
+        while not self._device.drained(self.stream):
+            if deadline.expired:
+                return False
+            time.sleep(DRAIN_INTERVAL)
+        return True
 
     def _unmap(self) -> None:
         memory, self._memory = self._memory, None

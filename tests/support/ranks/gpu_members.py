@@ -16,7 +16,6 @@ from hvdlab.collectives.planes.gpu import gpu_plane
 from hvdlab.collectives.planes.gpu.gpu_group import GpuGroup
 from hvdlab.collectives.planes.gpu.gpu_plane import (
     CudaBuffer,
-    GpuPlane,
     StreamMark,
     allocated,
     buffer_on_stream,
@@ -76,20 +75,23 @@ def begun(plane: Plane, buffer: CudaBuffer, factor: float = 2.0) -> Any:
 
 
 def assert_an_interrupt_leaves_tensors_to_the_gpu(
-    plane: GpuPlane[Any], gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    plane: Plane,
+    gpu: FakeCuda,
+    monkeypatch: pytest.MonkeyPatch,
+    where: tuple[object, str] = (GpuGroup, "_add"),
 ) -> None:
-    """Interrupt a member of a plane, whose GPU has work to do before the operation, while that is enqueued; it ends the plane."""
+    """Interrupt a member of a plane, whose GPU has work to do before the operation, in the method ``where``; it ends the plane."""
     stream, computed = gpu.new_stream(), threading.Event()
     gpu._put(stream, lambda: computed.wait() and None)
     tensor = allocated(gpu, 0, (COUNT,), DType.F32)
     tensor.after = StreamMark(gpu, stream)
     pointer = tensor.pointer
 
-    def interrupted(group: object, begun: object) -> None:
+    def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(GpuGroup, "_add", interrupted)
+        patch.setattr(*where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             begun(plane, tensor)
     del tensor  # as a cell that ends by the interrupt does

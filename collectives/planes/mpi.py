@@ -9,11 +9,13 @@ inside the poll, hence polling is the transfer, not a wait beside it.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,7 +104,7 @@ class MpiPlane(HostPlane):
         start = time.monotonic_ns()
         packed = self._staging.pack(ins, outs, dtype, reduction.prescale)
         phases.pack += time.monotonic_ns() - start
-        self._run(lambda: self._comm.Iallreduce(MPI.IN_PLACE, packed, _mpi_op(reduction.op)), phases, packed)
+        self._run(partial(self._comm.Iallreduce, MPI.IN_PLACE, packed, _mpi_op(reduction.op)), phases, packed)
         start = time.monotonic_ns()
         self._staging.unpack(packed, outs, dtype, reduction.postscale)
         phases.unpack += time.monotonic_ns() - start
@@ -115,15 +117,15 @@ class MpiPlane(HostPlane):
         with self._received(out, phases) as received:
             # The copy is what MPI sends: the user's array may change as soon as this rank has given up.
             received[first : first + send.nbytes] = _raw(send)
-            self._run(lambda: self._comm.Iallgatherv(MPI.IN_PLACE, [received, sizes]), phases, received)
+            self._run(partial(self._comm.Iallgatherv, MPI.IN_PLACE, [received, sizes]), phases, received)
 
     def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         if root == self.context.index:
             sent = self._copy(buffer, phases)
-            self._run(lambda: self._comm.Ibcast(sent, root), phases, sent)
+            self._run(partial(self._comm.Ibcast, sent, root), phases, sent)
             return
         with self._received(buffer, phases) as received:
-            self._run(lambda: self._comm.Ibcast(received, root), phases, received)
+            self._run(partial(self._comm.Ibcast, received, root), phases, received)
 
     def reducescatter(
         self,
@@ -139,7 +141,7 @@ class MpiPlane(HostPlane):
         phases.pack += time.monotonic_ns() - start
         reduced = np.empty(counts[self.context.index], widened.dtype)
         self._run(
-            lambda: self._comm.Ireduce_scatter(widened, reduced, list(counts), _mpi_op(reduction.op)),
+            partial(self._comm.Ireduce_scatter, widened, reduced, list(counts), _mpi_op(reduction.op)),
             phases,
             widened,
             reduced,
@@ -160,12 +162,12 @@ class MpiPlane(HostPlane):
         parts = [sent, [c * item for c in send_counts]]
         sizes = [c * item for c in recv_counts]
         with self._received(out, phases) as received:
-            self._run(lambda: self._comm.Ialltoallv(parts, [received, sizes]), phases, sent, received)
+            self._run(partial(self._comm.Ialltoallv, parts, [received, sizes]), phases, sent, received)
 
     def barrier(self, phases: PhaseTimes) -> None:
         start = time.monotonic_ns()
         moved = PhaseTimes()
-        self._run(lambda: self._comm.Ibarrier(), moved)
+        self._run(partial(self._comm.Ibarrier), moved)
         phases.wait += time.monotonic_ns() - start
 
     def abort(self) -> None:
@@ -192,7 +194,7 @@ class MpiPlane(HostPlane):
         np.copyto(_raw(out), received)
         phases.unpack += time.monotonic_ns() - start
 
-    def _run(self, begin: Callable[[], Any], phases: PhaseTimes, *buffers: HostArray) -> None:
+    def _run(self, begin: partial[Any], phases: PhaseTimes, *buffers: HostArray) -> None:
         """Begin an operation and poll it to its end; give it up on abort, and keep its buffers alive then."""
         if self._aborted.is_set():
             raise PlaneAborted
@@ -200,9 +202,11 @@ class MpiPlane(HostPlane):
         eager_until = start + int(
             1e9 * max(_EAGER_SECONDS, sum(b.nbytes for b in buffers) / _BYTES_PER_SECOND)
         )
-        request = None
+        requests: list[Any] = []
         try:
-            request = begin()
+            # Beginning the operation and noting it are one step of the interpreter: an interrupt can't come in between.
+            requests.extend(map(operator.call, (begin,)))
+            request = requests[0]
             while not request.Test():
                 if self._aborted.is_set():
                     raise PlaneAborted
@@ -213,7 +217,7 @@ class MpiPlane(HostPlane):
                     self._aborted.wait(_SLEEP_SECONDS)
         except BaseException:
             # Also after an interrupt: MPI may use these buffers for as long as the process lives.
-            leave_to_library(request, *buffers)
+            leave_to_library(*requests, *buffers)
             self._staging.leave()
             self._sent.leave()
             raise

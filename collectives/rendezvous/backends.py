@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import operator
 import os
 import stat
 import threading
@@ -336,8 +337,8 @@ class MpiBackend:
         import numpy as np
 
         # Two broadcasts: the receivers have to allocate a buffer of the right length for the second one.
-        self._complete(self._comm.Ibcast(np.array([len(data)], np.int64), 0))
-        self._complete(self._comm.Ibcast(np.frombuffer(data, np.uint8).copy(), 0))
+        self._broadcast(np.array([len(data)], np.int64))
+        self._broadcast(np.frombuffer(data, np.uint8).copy())
 
     def read(self, seconds: float) -> bytes | None:
         # Kept: all ranks have their part in the broadcast once, so a second receive would wait for ever.
@@ -345,20 +346,30 @@ class MpiBackend:
             import numpy as np
 
             length = np.zeros(1, np.int64)
-            self._complete(self._comm.Ibcast(length, 0))
+            self._broadcast(length)
             received = np.zeros(int(length[0]), np.uint8)
-            self._complete(self._comm.Ibcast(received, 0))
+            self._broadcast(received)
             self._data = received.tobytes()
         return self._data
 
-    def _complete(self, request: Any) -> None:
-        while not request.Test():
-            if self._deadline.expired:
-                raise StartError(
-                    f"MPI did not bring rank 0's announcement to all within {self._deadline.seconds:g} s: some ranks "
-                    "have not come to hvd.init(), or have ended."
-                )
-            time.sleep(_POLL_SECONDS)
+    def _broadcast(self, array: Any) -> None:
+        """Broadcast rank 0's array to all. MPI keeps it if this is given up: there is no call that cancels a broadcast."""
+        from hvdlab.collectives.planes.host import leave_to_library
+
+        requests: list[Any] = []
+        try:
+            # Beginning the operation and noting it are one step of the interpreter: an interrupt can't come in between.
+            requests.extend(map(operator.call, (functools.partial(self._comm.Ibcast, array, 0),)))
+            while not requests[0].Test():
+                if self._deadline.expired:
+                    raise StartError(
+                        f"MPI did not bring rank 0's announcement to all within {self._deadline.seconds:g} s: some ranks "
+                        "have not come to hvd.init(), or have ended."
+                    )
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            leave_to_library(*requests, array)
+            raise
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -414,7 +414,7 @@ class ControlHandlers:
                 if error.__cause__ is None:
                     error.__cause__ = self._executor.error_of(entry.request.process_set, entry.generation)
                 # Before the record, for which no thread waits.
-                complete(entry, None, error)
+                self._executor.fail(entry, error)
                 if self._spans.failed(entry, time.monotonic_ns()):
                     self.schedule_events()
             case Succeed(entry, process_set):
@@ -643,6 +643,7 @@ class ControlHandlers:
         self._end(
             f"a thread of hvdlab failed in this process ({what}), which is a fault of hvdlab's; save what you need and restart it"
         )
+        self._executor.end_failing()  # the timers of this thread, which bound that wait, have ended with it
 
     def _end(self, text: str) -> None:
         log_loss(self._locked.state.rank, text)

@@ -20,7 +20,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
-from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
+from hvdlab.collectives.engine.entries import CompletionHooks, Entry, RunBatch
+from hvdlab.collectives.engine.locked_state import complete
 from hvdlab.collectives.engine.operations import run_batch, run_message, run_small, source_of
 from hvdlab.collectives.engine.requests import Result
 from hvdlab.collectives.planes import registry
@@ -58,6 +59,8 @@ class PlaneSlot:
         operations: How many batches have begun on it; equal on all members between two of them. Belongs to the thread that holds
             ``run_lock``.
         outdated: Whether a newer generation has begun; the plane is closed once nothing is under way. Belongs to the executor.
+        ending: Whether an operation that runs was aborted, and entries fail only after it. Belongs to the control thread.
+        failing: Those entries, with their errors. They stay here, so that an interrupted thread loses none.
     """
 
     def __init__(self, name: str, device: str, context: PlaneContext) -> None:
@@ -65,7 +68,8 @@ class PlaneSlot:
         self.context = context
         self.scope: Scope = (context.process_set, context.generation, device)
         self.under_way = self.operations = 0
-        self.outdated = False
+        self.outdated = self.ending = False
+        self.failing: list[tuple[Entry, Exception]] = []
         self.plane: Plane | None = None
         self.aborted = False
         self.error: Exception | None = None
@@ -303,6 +307,9 @@ class Executor:
         finished = False
         completion: Completion | None = None
         try:
+            # Stored before the mark is read, and abort() sets the mark before it reads ``running``: one of the two sees the other.
+            if slot.aborted:
+                raise PlaneAborted
             sender = source_of(batch) if batch.entries[0].request.kind is OpKind.SENDRECV else -1
             if batch.payloads:
                 results = [run_small(batch.entries[0].request, batch.payloads, queue.folds, sender)]
@@ -333,6 +340,8 @@ class Executor:
                 completion.on_end(partial(self._ended, slot, batch, results, started, phases))
         finally:
             queue.running = None
+            if slot.failing:
+                self._end_failing(slot)
             if queue.abandoned:  # _close_older() has left the plane to this thread
                 slot.close()
             if not finished:
@@ -389,9 +398,42 @@ class Executor:
             if slot.scope[0] == process_set and slot.scope[1] <= generation:
                 slot.abort()
                 if self.queue.running is slot:
+                    slot.ending = True  # the caller calls abandon() later
                     busy = (self.queue, slot)
         self.close_older(process_set, generation + 1)
         return busy
+
+    def fail(self, entry: Entry, error: Exception) -> None:
+        """End an entry with an error: at once, or after the aborted operation of its process set that still runs.
+
+        Until then a library may write to users' tensors, as Gloo does for more than a second. A user that catches the error may
+        restore these tensors, and would lose that.
+        """
+        slot = self.queue.running
+        if (
+            slot is None
+            or not slot.ending
+            or slot.scope[0] != entry.request.process_set
+            or slot.scope[1] < entry.generation
+        ):
+            complete(entry, None, error)
+            return
+        slot.failing.append((entry, error))
+        # Appended before this is read, and _run() resets it before it reads the list: one of the two ends the entry.
+        if self.queue.running is not slot:
+            self._end_failing(slot)
+
+    def _end_failing(self, slot: PlaneSlot) -> None:
+        """End the entries that wait for the end of an operation. Any thread, and perhaps two at once: the first end counts."""
+        for entry, error in tuple(slot.failing):
+            complete(entry, None, error)
+        self._hooks.defer_to_control()
+
+    def end_failing(self) -> None:
+        """End all entries that wait for the end of an operation, which will perhaps never come."""
+        for slot in list(self._slots.values()):
+            slot.ending = False
+            self._end_failing(slot)
 
     def close_older(self, process_set: int, generation: int) -> None:
         """Close the planes of a process set older than ``generation``, after the jobs that are queued now."""
@@ -442,7 +484,10 @@ class Executor:
         return next(filter(None, errors), None)
 
     def abandon(self, queue: WorkQueue, slot: PlaneSlot) -> None:
-        """Continue with a new queue if ``queue`` is still in an operation of ``slot``, in spite of its abort."""
+        """Continue with a new queue if ``queue`` is still in an operation of ``slot``, in spite of its abort. Control thread."""
+        # Also if the operation has ended: perhaps its thread was interrupted before it could end the entries.
+        slot.ending = False
+        self._end_failing(slot)
         # Under the lock, so that no job is added to the old queue after its jobs have moved.
         with self._jobs_lock:
             if queue is not self.queue or queue.running is not slot:
@@ -481,11 +526,14 @@ class Executor:
 
         The threads of abandoned queues are joined only if they are not stuck any more.
         """
-        for slot in list(self._slots.values()):
+        slots = list(self._slots.values())
+        for slot in slots:
             slot.abort()
         self.queue.wakeup.put(False)
         if self.queue.thread is not None:
             self.queue.thread.join(timeout)
+        for slot in slots:  # a thread is stuck in an operation, or a user's thread has not come back yet
+            self._end_failing(slot)
         self._join_abandoned(timeout)
 
     def _new_queue(self) -> WorkQueue:

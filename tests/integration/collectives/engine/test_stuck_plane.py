@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind
 from hvdlab.collectives.planes import registry
-from hvdlab.collectives.planes.base import HostArray, PhaseTimes
+from hvdlab.collectives.planes.base import HostArray, PhaseTimes, PlaneAborted
 from hvdlab.collectives.planes.shm import ShmPlane
 from support.engine_probe import EngineProbe
 from support.patience import PATIENCE
@@ -24,12 +24,13 @@ from support.ranks.resident import Ranks
 STUCK = threading.Event()
 OTHER_IS_STUCK = threading.Event()
 RELEASED = threading.Event()
+ABORT_HANDLED = threading.Event()
 CLOSED: list[int] = []
 THREADS: list[threading.Thread] = []
 
 
 class StubbornPlane(ShmPlane):
-    """Rank 0's broadcasts of the first generation hear of nothing until they are released."""
+    """Rank 0's broadcasts of the first generation hear of nothing until they are released, its allgathers until all know of the abort."""
 
     def broadcast(self, buffer: HostArray, root: int, phases: PhaseTimes) -> None:
         if self.context.index == 0 and not CLOSED and not RELEASED.is_set():
@@ -37,6 +38,13 @@ class StubbornPlane(ShmPlane):
             STUCK.set()
             RELEASED.wait()
         super().broadcast(buffer, root, phases)
+
+    def allgather(self, send: HostArray, counts: Sequence[int], out: HostArray, phases: PhaseTimes) -> None:
+        if self.context.index == 0:
+            STUCK.set()
+            assert ABORT_HANDLED.wait(PATIENCE)
+            raise PlaneAborted
+        super().allgather(send, counts, out, phases)
 
     def close(self) -> None:
         CLOSED.append(self.context.generation)
@@ -111,6 +119,26 @@ def get_stuck(waiting: bool) -> Any:
     return None
 
 
+def fail_while_the_plane_works() -> bool:
+    """Return whether rank 0's handle had ended before the operation that the abort ends."""
+    engine = context.engine()
+    ended: list[bool] = []
+    operation = hvd.allgather_async(np.ones(5000), "slow")
+
+    def record(message: object) -> None:
+        ended.append(hvd.poll(operation))
+        ABORT_HANDLED.set()
+
+    engine.on_abort(record)
+    engine.flush()
+    if engine.rank == 0:
+        assert STUCK.wait(PATIENCE)
+        engine.withdraw("rank 0 gave up")
+    with pytest.raises(AbortedError):
+        hvd.synchronize(operation)
+    return ended[0]
+
+
 def generation() -> int:
     return EngineProbe(context.engine()).locked.state.sets[0].generation
 
@@ -152,6 +180,11 @@ def test_the_next_generation_works_while_a_thread_is_stuck(two: Ranks, waiting: 
     assert two.run(total, 1.0) == [2.0] * 2
     for before, after in two.run(end):
         assert after == before
+
+
+def test_handle_of_an_aborted_operation_ends_after_the_plane_is_done(two: Ranks) -> None:
+    """Otherwise the plane could write to a tensor that the user has restored."""
+    assert two.run(fail_while_the_plane_works)[0] is False
 
 
 def test_a_world_can_be_left_while_a_thread_is_stuck(two: Ranks) -> None:

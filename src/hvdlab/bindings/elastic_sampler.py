@@ -155,10 +155,16 @@ class ElasticSampler:
         self._divide(state_dict.get("processed_num", len(self.processed_indices)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and the samples that this rank has processed in it (and all ranks, when they last began again)."""
+        """Return the epoch, and the samples that all ranks have processed in it, if they work in step.
+
+        One rank's state is the checkpoint of all. Samples of other ranks are left out where this rank has called
+        :meth:`record_indices` since the last :meth:`reset`.
+        """
+        share = self.share()
+        in_step = set() if share is None else share.of_all()
         return {
             "epoch": self.epoch,
-            "processed_indices": set(self.processed_indices),
+            "processed_indices": self.processed_indices | self._others | in_step,
             "processed_num": self.processed_num,
         }
 

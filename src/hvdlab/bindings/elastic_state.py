@@ -76,14 +76,19 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
     def __init__(self, sampler: ElasticSampler) -> None:
         super().__init__(sampler)
         #: The sampler and its recorded places as of the last commit, and the number of commits.
-        self._saved = copy.deepcopy(sampler.state_dict())
+        self._saved = self._state()
         self._share = sampler.share()
         self._saves = 0
         #: Whether training begins again: ranks can be lost, and with them records that only they have.
         self._again = False
 
+    def _state(self) -> dict[str, Any]:
+        """Return a copy of the sampler's state, with the samples of this rank alone: others count once a rank that lives proves them."""
+        own = {"processed_indices": self.value.processed_indices}
+        return copy.deepcopy({**self.value.state_dict(), **own})
+
     def save(self) -> None:
-        self._saved = copy.deepcopy(self.value.state_dict())
+        self._saved = self._state()
         self._share = self.value.share()
         self._saves += 1
         self._again = False
@@ -105,7 +110,7 @@ class SamplerStateHandler(StateHandler[ElasticSampler]):
         self._again = False
 
     def sync(self) -> None:
-        state = broadcast_object(self.value.state_dict(), self.root_rank)
+        state = broadcast_object(self._state(), self.root_rank)
         # A rank's samples of another epoch than the root's prove nothing about this one.
         mine = self.value.processed_indices if self.value.epoch == state["epoch"] else set()
         every = allgather_object(_Record(mine, self._share if self._again else None, self._saves))

@@ -162,6 +162,28 @@ def test_its_state_is_a_copy(place: Place) -> None:
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
+def test_checkpoint_of_one_rank_has_the_samples_of_all(place: Place, shuffle: bool) -> None:
+    """Rank 0 saves, as scripts do, and all load it, perhaps more ranks than before."""
+    pair = samplers(place, 2, 20, shuffle=shuffle)
+    processed: set[int] = set()
+    for rank, sampler in enumerate(pair):
+        place(rank, 2)
+        for _ in range(2):
+            processed |= set(list(sampler)[:3])
+            sampler.record_batch(0, 3)
+            sampler.reset()
+        processed |= set(list(sampler)[:2])
+        sampler.record_batch(0, 2)
+    checkpoint = pair[0].state_dict()
+    assert len(processed) == 16
+    place(2, 3)
+    loaded = ElasticSampler(range(20), shuffle)
+    loaded.load_state_dict(checkpoint)
+    assert set(loaded.remaining_indices) == set(range(20)) - processed
+    assert loaded.processed_num == 16
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
 def test_how_many_were_processed(place: Place, shuffle: bool) -> None:
     place(0, 3)
     sampler = ElasticSampler(range(20), shuffle)

@@ -4,7 +4,7 @@
 is enqueued, how its end is seen, and what keeps their GPU from coming to an end.
 
 * ``run`` of a subclass enqueues an operation and puts it into the queue of ends. A thread, the *watcher*, waits for the ends in order.
-* :meth:`GpuGroup.stop` marks the group as stopped and starts a thread, the *drainer*. It waits until the GPU has nothing left to do for the group.
+* :meth:`GpuGroup.stop` marks the group as stopped and wakes a thread, the *drainer*. It waits until the GPU has nothing left to do for the group.
   Only then do the operations under way end, since their tensors could be written before.
 * A GPU that does not come to the end of the group's work is *stuck*. Then the drainer ends the operations, and streams and memory are left as they are.
 """
@@ -85,7 +85,8 @@ class GpuGroup(Generic[Begun]):
         self._being_enqueued: Sequence[CudaBuffer] = ()
         #: After a stop: no GPU writes to this member's tensors any more, as far as can be known.
         self._quiet = threading.Event()
-        self._drainer: threading.Thread | None = None
+        #: Wakes the drainer, at a stop or at the end.
+        self._drainer_wanted = threading.Event()
         #: The GPU, or a library, does not come to the end of the group's work: streams and memory are left as they are.
         self._is_stuck = False
         self._closed = False
@@ -97,16 +98,21 @@ class GpuGroup(Generic[Begun]):
     # -- the beginning ------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Acquire the GPU's resources, and start the watcher."""
+        """Acquire the GPU's resources, and start the watcher and the drainer."""
+        self._watcher = threading.Thread(target=self._watch, name=f"hvdlab-{self.kind}-ends", daemon=True)
+        # Not started by a stop: where the system has no thread left then, operations would wait for the drainer for ever.
+        self._drainer = threading.Thread(target=self._drain, name=f"hvdlab-{self.kind}-drain", daemon=True)
         try:
             with self._device:
                 self._acquire()
+            self._watcher.start()
+            self._drainer.start()
         except BaseException:
+            self._ends.put(None)  # for those that were started
+            self._drainer_wanted.set()
             self._abandon()
             self._release()
             raise
-        self._watcher = threading.Thread(target=self._watch, name=f"hvdlab-{self.kind}-ends", daemon=True)
-        self._watcher.start()
 
     def _acquire(self) -> None:
         """Acquire streams and memory, and leave to :attr:`_resources` how they are given back."""
@@ -199,20 +205,22 @@ class GpuGroup(Generic[Begun]):
                 self._begin_stop()
 
     def _begin_stop(self) -> None:
-        """Mark the group as stopped, and start the drainer. Under ``_guard``."""
+        """Mark the group as stopped, and wake the drainer. Under ``_guard``."""
         self._stopping.set()
         # After the mark: a thread or a GPU whose wait this ends finds the group stopped.
         self._end_waits()
         self._progress.notify_all()
-        self._drainer = threading.Thread(target=self._drain, name=f"hvdlab-{self.kind}-drain", daemon=True)
-        self._drainer.start()
+        self._drainer_wanted.set()
 
     def _end_waits(self) -> None:
         """End the waits of this member's threads, and those of GPUs for it. Never blocks."""
         raise NotImplementedError
 
     def _drain(self) -> None:
-        """Wait until the GPU has done the enqueued work, and let the operations under way end. A thread of its own."""
+        """After a stop, wait until the GPU has done the enqueued work, and let the operations under way end. A thread of its own."""
+        self._drainer_wanted.wait()
+        if not self._stopping.is_set():
+            return  # the group ends in order
         self._is_stuck = not self._leave_gpu()
         with self._guard:
             pending = list(self._under_way.values())
@@ -258,8 +266,8 @@ class GpuGroup(Generic[Begun]):
             if self._under_way and not self._stopping.is_set():
                 self._begin_stop()
             self._closed = True  # from here on stop() does nothing
-        if self._drainer is not None:
-            self._drainer.join()
+        self._drainer_wanted.set()
+        self._drainer.join()
         self._ends.put(None)
         self._part()
         if self._is_stuck:

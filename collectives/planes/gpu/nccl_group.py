@@ -328,7 +328,10 @@ class NcclGroup(GpuGroup[_Enqueued]):
         self._stopped.value = 1
         end = time.monotonic() + STUCK_AFTER
         aborter = threading.Thread(target=self._abort_communicator, name="hvdlab-nccl-abort", daemon=True)
-        aborter.start()
+        try:
+            aborter.start()
+        except RuntimeError:  # the system has no thread left
+            return False
         aborter.join(STUCK_AFTER)
         # Only then: the thread that enqueues may be in a call of the driver that returns when NCCL's kernels have ended.
         left = self._enqueuing.acquire(timeout=max(0.0, end - time.monotonic()))
@@ -344,7 +347,7 @@ class NcclGroup(GpuGroup[_Enqueued]):
         """Stop asking NCCL, and close the communicator, which takes half a second as a rule and ``CLOSE_WITHIN`` seconds at most."""
         self._over.set()
         self._monitor.join()
-        if self._drainer is None:
+        if not self._stopping.is_set():
             # In a thread of its own: NCCL waits for members of the same host to leave their communicators, too.
             closer = threading.Thread(target=self._close_communicator, name="hvdlab-nccl-close", daemon=True)
             closer.start()

@@ -118,6 +118,26 @@ def test_an_abort_ends_what_waits_for_a_stream_that_goes_on_for_long(alone: Cuda
     gpu.end_stream(stream)
 
 
+def test_abort_ends_operations_where_no_thread_can_start(
+    alone: CudaPlane, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, computed = gpu.new_stream(), threading.Event()
+    gpu._put(stream, lambda: computed.wait() and None)
+    buffer = on_gpu(gpu, 1.0, stream)
+    completion = begun(alone, buffer)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        alone.abort()
+    computed.set()
+    assert isinstance(outcome(completion), PlaneAborted)
+    del completion, buffer
+    gpu.end_stream(stream)
+
+
 def test_tensors_of_an_operation_whose_enqueuing_is_interrupted_stay_until_the_gpu_is_done(
     alone: CudaPlane, gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +206,6 @@ def test_nothing_waits_for_a_context_that_is_gone(
         with pytest.raises((PlaneAborted, PlaneBroken)):
             begun(alone, buffer)
         assert alone._group is not None
-        assert alone._group._drainer is not None
         alone._group._drainer.join()
     for number in gpu.streams():  # unlike those of a context that is gone, they work on, and use the tensor
         drained = threading.Event()

@@ -84,12 +84,16 @@ class Connections:
     # -- beginnings -----------------------------------------------------------------------------------------------
 
     def add(self, sock: socket.socket) -> None:
-        """Watch a new socket; it has to introduce itself in time."""
+        """Watch a new socket; it has to introduce itself in time.
+
+        Raises:
+            OSError: The kernel watches no further socket, for lack of memory or by its limit. Nothing has changed then.
+        """
         deadline = time.monotonic() + self._options.hello_timeout
         connection = Connection(sock, self._next_peer, deadline)
+        self.loop.register(connection, READ, connection)
         self._next_peer += 1
         self._set_deadline(connection, deadline)
-        self.loop.register(connection, READ, connection)
 
     def has_place_for_stranger(self) -> bool:
         """Return whether one more connection over the network can be accepted; the oldest that has had its time ends for it.

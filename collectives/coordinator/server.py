@@ -228,7 +228,7 @@ class CoordinatorServer:
 
     def _accept(self, listener: socket.socket, context: ssl.SSLContext | None) -> None:
         if listener.family != socket.AF_UNIX and not self.connections.has_place_for_stranger():
-            self._accept_later(listener, context, "too many have not said Hello yet")
+            self._accept_later(listener, "too many have not said Hello yet")
             return
         try:
             sock, _ = listener.accept()
@@ -238,7 +238,7 @@ class CoordinatorServer:
         # As a rule no descriptor is left: a stranger that owes its Hello can end for the newcomer, which is
         # perhaps a rank.
         except OSError as error:
-            self._make_room(listener, context, error)
+            self._make_room(listener, error)
             return
         try:
             sock.setblocking(False)
@@ -251,23 +251,23 @@ class CoordinatorServer:
                 sock.getpeername()  # a connection that ended before it was accepted can't be wrapped
                 # The loop continues the handshake as bytes come: a stranger that sends none must not stop the service.
                 sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            self.connections.add(sock)
         except OSError as error:
             self.connections.rejections.add(f"a connection is closed: {error}")
             sock.close()
-            return
-        self.connections.add(sock)
 
-    def _make_room(self, listener: socket.socket, context: ssl.SSLContext | None, error: OSError) -> None:
+    def _make_room(self, listener: socket.socket, error: OSError) -> None:
         """Close the oldest stranger that has not sent its Hello, as no descriptor is left; otherwise newcomers have to wait."""
         if self.connections.close_oldest_stranger():
             return
-        self._accept_later(listener, context, str(error))
+        self._accept_later(listener, str(error))
 
-    def _accept_later(self, listener: socket.socket, context: ssl.SSLContext | None, reason: str) -> None:
+    def _accept_later(self, listener: socket.socket, reason: str) -> None:
         """Stop watching the listener for a while, since it would be readable all the time; newcomers wait at it."""
         self.connections.rejections.add(f"new connections have to wait: {reason}")
-        self._loop.unregister(listener)
-        self._loop.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._watch(listener, context))
+        # Not unregistered: perhaps the kernel would watch no further socket when its time comes.
+        self._loop.modify(listener, 0)
+        self._loop.call_at(time.monotonic() + _ACCEPT_AGAIN, lambda: self._loop.modify(listener, READ))
 
     def _read_stranger(self, connection: Connection, events: list[Event]) -> None:
         try:

@@ -172,6 +172,23 @@ def test_without_memory_the_ranks_make_their_own(start: Start, monkeypatch: pyte
     running.logged.wait_for("Too many open files")
 
 
+def test_server_survives_a_connection_that_cannot_be_watched(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = start()
+    loop = running.server.connections.loop
+    with monkeypatch.context() as patch:
+
+        def refuse(*watched: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(loop, "register", refuse)
+        with running.socket() as sock:
+            assert sock.recv(1) == b""
+    running.logged.wait_for("No space left on device")
+    still_works(running)
+
+
 def test_a_wrong_token_is_refused(start: Start) -> None:
     running = start()
     with pytest.raises(StartError, match="the token is wrong"):

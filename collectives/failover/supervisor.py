@@ -8,6 +8,7 @@ sends away a process of another user that gets there all the same.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -127,17 +128,40 @@ class Handover:
         self.socket.bind(str(path))
         self.socket.listen(4)
         self.socket.setblocking(False)
+        #: Descriptor in reserve for a connection that comes when the process has no other left; -1 while that has it.
+        self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def serve(self) -> None:
         """Send one process the launch and the listening socket."""
         with contextlib.suppress(OSError):  # it has gone again, or is another user's
-            peer, _ = self.socket.accept()
+            peer = self._accept()
             with peer:
                 require_own_peer(
                     peer
                 )  # tokens and key are the user's alone, also if the directory has been opened to others
                 peer.setblocking(False)  # a process that does not read must not stop the coordinator
                 socket.send_fds(peer, [msgspec.json.encode(self._launch)], [self._launch.listener])
+        if self._reserve < 0:
+            with contextlib.suppress(OSError):  # none is left: the next call tries again
+                self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _accept(self) -> socket.socket:
+        try:
+            return self.socket.accept()[0]
+        except OSError as error:
+            if error.errno != errno.EMFILE or self._reserve < 0:
+                raise
+        # A connection that nothing accepts keeps the socket readable, and the coordinator's loop would never sleep.
+        os.close(self._reserve)
+        self._reserve = -1
+        return self.socket.accept()[0]
+
+    def close(self) -> None:
+        """Free all descriptors. Idempotent. A coordinator leaves that to the end of its process."""
+        self.socket.close()
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
 
 
 def server_of(directory: Path, timeout: float) -> int:

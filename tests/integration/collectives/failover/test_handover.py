@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
+import select
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -29,7 +32,7 @@ def offered() -> Iterator[Handover]:
             CoordinatorLaunch("secret", "another", directory, os.getpid(), listener=listener.fileno())
         )
         os.chmod(Path(directory) / "handover", 0o777)
-        with found.socket:
+        with closing(found):
             yield found
 
 
@@ -43,6 +46,27 @@ def ask(path: str) -> socket.socket:
 def test_a_process_of_the_user_gets_it(offered: Handover) -> None:
     with ask(offered.socket.getsockname()) as peer:
         offered.serve()
+        said, descriptors, _, _ = socket.recv_fds(peer, 1 << 16, 1)
+        os.close(descriptors[0])
+    assert b"secret" in said
+
+
+def test_process_gets_it_where_no_descriptor_is_left(offered: Handover) -> None:
+    """A connection that is not accepted would wake the coordinator again and again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    with ask(offered.socket.getsockname()) as peer:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (peer.fileno() + 20, hard))
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            offered.serve()
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not select.select([offered.socket], [], [], 0)[0]
         said, descriptors, _, _ = socket.recv_fds(peer, 1 << 16, 1)
         os.close(descriptors[0])
     assert b"secret" in said

@@ -338,7 +338,9 @@ class GlooPlane(HostPlane):
         finally:
             self._busy = False
             if self._aborted.is_set():
-                self._half_close()
+                # An error, for lack of descriptors, would replace the operation's; the coordinator's abort reaches the others anyway.
+                with suppress(OSError):
+                    self._half_close()
 
     def _ends(self, work: Any) -> bool:
         """Return whether the operation has ended, or ends after an abort; with or without an error.
@@ -346,10 +348,20 @@ class GlooPlane(HostPlane):
         As long as bytes flow all members may finish it, as they do unless one has died or never began. When nothing
         comes any more, the only messages that have arrived in part are those of members that died or were stopped.
         """
-        if work.is_completed() or self._finishes(work):
+        if work.is_completed():
             return True
-        self._disconnect(socket.SHUT_RDWR)
-        return _completes(work, _GIVE_UP_SECONDS)
+        deadline = Deadline(FLOWING_SECONDS)
+        while not deadline.expired:
+            try:
+                if self._finishes(work):
+                    return True
+                self._disconnect(socket.SHUT_RDWR)
+                return _completes(work, _GIVE_UP_SECONDS)
+            except OSError:
+                # No descriptor is left to look at the sockets, while Gloo still works. The system does not notify of a free one.
+                if _completes(work, LOOK_SECONDS):
+                    return True
+        return False
 
     def _finishes(self, work: Any) -> bool:
         """Return whether the operation ends while its bytes flow."""

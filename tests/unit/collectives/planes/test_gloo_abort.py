@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -87,6 +88,35 @@ def test_others_get_all_of_an_operation_that_is_aborted_while_it_begins(
         assert isinstance(aborted.exception(PATIENCE), PlaneAborted)
         assert np.all(other.result(PATIENCE) == 2)
     assert not first.gave_up
+
+
+def test_aborted_operation_ends_once_a_descriptor_is_free(
+    pair: list[GlooPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = pair
+    group, find = first._group, gloo._inet_sockets
+    looks: list[int] = []
+
+    def find_sockets() -> Any:
+        looks.append(1)
+        if len(looks) <= 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return find()
+
+    def begin(*args: object) -> Any:
+        """Begin the operation, in which the other member takes no part, and abort it."""
+        work = group.allreduce(*args)
+        first.abort()
+        return work
+
+    first._group = SimpleNamespace(allreduce=begin)
+    with monkeypatch.context() as patch:
+        patch.setattr(gloo, "_inet_sockets", find_sockets)
+        with pytest.raises(PlaneAborted):
+            add(first)
+    assert not first._running, "Gloo still works on the tensors"
+    assert not first.gave_up
+    first._group = group
 
 
 def test_others_end_when_one_has_aborted_between_operations(pair: list[GlooPlane]) -> None:

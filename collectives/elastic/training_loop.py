@@ -83,8 +83,10 @@ def run_fn(func: Callable[Concatenate[S, P], R], reset: Callable[[], Any]) -> Ca
                     skip_sync = interrupt.skip_sync
                 reset()
         finally:
-            notification_manager.remove_listener(state)
-            attempts.end()
+            try:
+                notification_manager.remove_listener(state)
+            finally:
+                attempts.end()
 
     return cast("Callable[Concatenate[S, P], R]", elastic)
 
@@ -130,13 +132,19 @@ class Attempts:
         """Begin the first attempt."""
         if context.is_initialized():
             self._engine = context.engine()
-            self._engine.elastic.begin()
+            self._engine.elastic.begin(self)
 
     def end(self) -> None:
         """End elastic training on this rank: there is no further attempt."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is not None and not engine.closed:
-            engine.elastic.end()
+            try:
+                engine.elastic.end(self)
+            except KeyboardInterrupt:
+                # A second Ctrl-C: left in training, this rank would let newcomers wait for its next reset point for ever.
+                engine.elastic.end(self)
+                raise
+        self._engine = None
 
     def meet(self) -> None:
         """Wait until training has ended well on all ranks, as it has on this one: others may still need this rank."""

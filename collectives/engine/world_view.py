@@ -208,28 +208,28 @@ class ElasticMembership:
         self._world = world
         #: Number of the last ``Regroup`` that was sent.
         self._ticket = 0
-        #: How deep training is nested; 0 outside of it.
-        self._depth = 0
-        #: Guards ``_depth``.
+        #: The trainings under way, which can be nested.
+        self._trainings: set[object] = set()
+        #: Guards ``_trainings``.
         self._lock = threading.Lock()
 
-    def begin(self) -> None:
-        """Begin training: from now on newcomers wait for a reset point, and a failure fails all later submissions.
+    def begin(self, training: object) -> None:
+        """Begin this training: from now on newcomers wait for a reset point, and a failure fails all later submissions.
 
         Once the world's generation was aborted, each submission of this rank fails with the same cause, until all ranks restart. Other
         ranks have perhaps restored their last commit by then, and must not meet later submissions of this rank. Can be nested.
         """
         with self._lock:
-            self._depth += 1
-            if self._depth > 1:
+            self._trainings.add(training)
+            if len(self._trainings) > 1:
                 return
         self._locked.update(RankState.set_elastic, True)
 
-    def end(self) -> None:
-        """End training, after success or failure."""
+    def end(self, training: object) -> None:
+        """End this training, after success or failure. Can be called again, as by a thread that was interrupted in it."""
         with self._lock:
-            self._depth -= 1
-            if self._depth > 0:
+            self._trainings.discard(training)
+            if self._trainings:
                 return
         self._locked.update(RankState.set_elastic, False)
 
@@ -267,7 +267,7 @@ class ElasticMembership:
     def training(self) -> bool:
         """Return whether this rank is in elastic training."""
         with self._lock:
-            return self._depth > 0
+            return bool(self._trainings)
 
     @property
     def leaving(self) -> tuple[int, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvdlab.collectives import context
 from hvdlab.collectives.elastic import HostsUpdatedInterrupt, HostUpdateResult, notification_manager, run_fn
 from hvdlab.collectives.elastic.training_loop import Attempts
+from hvdlab.collectives.engine.world_view import ElasticMembership, WorldView
 from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, CollectiveError, MismatchError, Pending
 
 
@@ -139,3 +142,38 @@ def test_states_are_told_while_they_train_and_not_afterwards() -> None:
     run_fn(train, lambda: None)(state)
     notification_manager.handle_hosts_updated(2.0, HostUpdateResult.added)
     assert state.calls == ["sync", "told 2"]
+
+
+class Locked:
+    """State that only knows whether elastic training goes on; the end of training can meet an interrupt."""
+
+    def __init__(self, interrupts: int) -> None:
+        self.elastic = False
+        self._interrupts = interrupts
+
+    def update(self, change: object, elastic: bool) -> None:
+        if not elastic and self._interrupts:
+            self._interrupts -= 1
+            raise KeyboardInterrupt
+        self.elastic = elastic
+
+
+@pytest.mark.parametrize("place", ["listener", "end"])
+def test_second_interrupt_leaves_no_rank_in_training(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    locked: Any = Locked(1 if place == "end" else 0)
+    engine: Any = SimpleNamespace(elastic=ElasticMembership(0, locked, WorldView()), closed=False)
+    monkeypatch.setattr(context, "is_initialized", lambda: True)
+    monkeypatch.setattr(context, "engine", lambda: engine)
+    monkeypatch.setattr(notification_manager, "init", lambda: None)
+
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    if place == "listener":
+        monkeypatch.setattr(notification_manager, "remove_listener", interrupted)
+    state: Any = Log()
+    with pytest.raises(KeyboardInterrupt):
+        run_fn(interrupted, lambda: None)(state)
+    assert not engine.elastic.training
+    assert not locked.elastic
+    notification_manager._listeners.clear()

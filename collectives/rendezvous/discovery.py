@@ -141,12 +141,17 @@ def _probe(address: str, certificate: str, timeout: float) -> None:
 
 _LOOK_SECONDS = 1.0
 """Seconds of one read of the backend."""
+LEFTOVER_SECONDS = 10.0
+"""Seconds in which rank 0 replaces what an earlier job has left in its place: it starts its coordinator first."""
 
 
 def await_info(
     backend: RendezvousBackend, size: int, deadline: Deadline, secret: str = ""
 ) -> CoordinatorInfo:
     """Wait for the information about a coordinator that runs. If an earlier job has left its own, that is passed over.
+
+    Information that was there before this rank came is perhaps such a leftover, also if it reports a failure or has another seal. It is
+    believed only once rank 0 has had time to replace it.
 
     Args:
         backend: The backend by which rank 0 publishes it.
@@ -158,28 +163,46 @@ def await_info(
         StartError: There is none in time, rank 0 reports that it could not start, or the seal is wrong.
     """
     old: bytes | None = None
-    while not deadline.expired:
+    refusal: StartError | None = None
+    believed = Deadline(LEFTOVER_SECONDS)
+    looked = False
+    while not deadline.expired and (refusal is None or not believed.expired):
         left = deadline.remaining() or 0.0
-        data = backend.read(min(left, _LOOK_SECONDS))
+        # The first look finds a leftover without a wait: whatever comes after it is of this job.
+        data = backend.read(min(left, _LOOK_SECONDS) if looked else 0.0)
         if data is not None and data != old:
-            info = CoordinatorInfo.decode(data, secret)
-            if info.error:
-                raise StartError(f"Rank 0 could not start the coordinator: {info.error}")
-            if info.size != size:
-                raise StartError(
-                    f"Rank 0's job has {info.size} ranks, this one {size}: two jobs use one {backend.place}."
-                )
-            if info.address and info.answers(left):
-                return info
+            try:
+                info = _accepted(data, size, secret, backend)
+                if info.address and info.answers(left):
+                    return info
+            except StartError as error:
+                if looked:
+                    raise
+                refusal = error
             # Of a job that has ended, as a rule; rank 0 publishes its own in this place.
             old = data
         elif data is not None:
-            backend.pause(left)
+            backend.pause(min(left, believed.remaining() or left))
+        looked = True
+    if refusal is not None:
+        raise refusal
     ended = "" if old is None else " (one that is there is of a coordinator that does not answer from here)"
     raise StartError(
         f"Rank 0 has not said where the coordinator is within {deadline.seconds:g} s{ended}: it has not come to "
         f"hvd.init(), or has ended. Looked in {backend.place}. {backend.advice}"
     )
+
+
+def _accepted(data: bytes, size: int, secret: str, backend: RendezvousBackend) -> CoordinatorInfo:
+    """Return published information. Raises ``StartError`` if this job's ranks can't use it, or it reports that rank 0 has failed."""
+    info = CoordinatorInfo.decode(data, secret)
+    if info.error:
+        raise StartError(f"Rank 0 could not start the coordinator: {info.error}")
+    if info.size != size:
+        raise StartError(
+            f"Rank 0's job has {info.size} ranks, this one {size}: two jobs use one {backend.place}."
+        )
+    return info
 
 
 _SHORTEST_TOKEN = 16

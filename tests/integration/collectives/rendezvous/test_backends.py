@@ -11,11 +11,12 @@ import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorProcess
 from hvdlab.collectives.errors import StartError
+from hvdlab.collectives.rendezvous import discovery
 from hvdlab.collectives.rendezvous.backends import DirectoryBackend
 from hvdlab.collectives.rendezvous.discovery import CoordinatorInfo, await_info
 from hvdlab.collectives.system import host_key
 from hvdlab.collectives.time_limits import Deadline
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 
 
 def board(*parents: Path, key: str = "job", shared: bool = False) -> DirectoryBackend:
@@ -121,6 +122,12 @@ def test_the_newest_card_counts(tmp_path: Path) -> None:
 # -- cards --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Believe the first card that is found."""
+    monkeypatch.setattr(discovery, "LEFTOVER_SECONDS", 0.0)
+
+
 def card_of(coordinator: CoordinatorProcess, size: int = 2) -> CoordinatorInfo:
     return CoordinatorInfo(size, host_key(), coordinator.address, token=coordinator.token)
 
@@ -135,6 +142,37 @@ def test_the_card_of_an_earlier_job_is_passed_over(tmp_path: Path) -> None:
         publish.start()
         assert await_info(board(tmp_path), 2, Deadline(PATIENCE)) == good
         publish.join()
+
+
+@pytest.mark.parametrize("kind", ["error", "sealed by another", "size"])
+def test_leftover_that_refuses_is_replaced_before_it_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(discovery, "LEFTOVER_SECONDS", HOUR)
+    leftover = {
+        "error": CoordinatorInfo(2, error="it rained").encode(SECRET),
+        "sealed by another": CoordinatorInfo(2, host_key(), "unix:/his").encode("his own"),
+        "size": CoordinatorInfo(3, host_key(), "unix:/theirs").encode(SECRET),
+    }[kind]
+    place = board(tmp_path)
+    place.publish(leftover)
+    with CoordinatorProcess.start(size=2, timeout=PATIENCE, token=SECRET) as coordinator:
+        shown = CoordinatorInfo(2, host_key(), coordinator.address).encode(SECRET)
+        # As soon as the rank waits for other data, rank 0 comes.
+        monkeypatch.setattr(place, "pause", lambda seconds: place.publish(shown))
+        assert await_info(place, 2, Deadline(PATIENCE), SECRET).local == coordinator.address
+
+
+def test_failure_that_comes_while_a_rank_waits_is_believed_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "LEFTOVER_SECONDS", HOUR)
+    place = board(tmp_path)
+    place.publish(CoordinatorInfo(2, error="an earlier job's").encode())
+    failed = CoordinatorInfo(2, error="it rained").encode()
+    monkeypatch.setattr(place, "pause", lambda seconds: place.publish(failed))
+    with pytest.raises(StartError, match="it rained"):
+        await_info(place, 2, Deadline(PATIENCE))
 
 
 def test_if_only_the_earlier_one_is_there_the_text_says_so(tmp_path: Path) -> None:
@@ -154,13 +192,13 @@ def test_a_missing_rank_0_is_named_in_time(tmp_path: Path) -> None:
     assert "HVDLAB_RENDEZVOUS_DIR" in str(caught.value)
 
 
-def test_rank_0s_failure_is_everybodys(tmp_path: Path) -> None:
+def test_rank_0s_failure_is_everybodys(tmp_path: Path, believed: None) -> None:
     board(tmp_path).publish(CoordinatorInfo(2, error="it rained").encode())
     with pytest.raises(StartError, match="Rank 0 could not start the coordinator: it rained"):
         await_info(board(tmp_path), 2, Deadline(PATIENCE))
 
 
-def test_a_card_of_another_size_is_refused(tmp_path: Path) -> None:
+def test_a_card_of_another_size_is_refused(tmp_path: Path, believed: None) -> None:
     with CoordinatorProcess.start(size=3, timeout=PATIENCE) as coordinator:
         board(tmp_path).publish(card_of(coordinator, 3).encode())
         with pytest.raises(StartError, match="has 3 ranks, this one 2"):
@@ -180,7 +218,7 @@ def test_a_sealed_card_holds_no_secret_and_is_read_by_who_has_it(tmp_path: Path)
         assert (found.local, found.token) == (coordinator.address, "")
 
 
-def test_a_card_that_somebody_else_has_written_is_refused(tmp_path: Path) -> None:
+def test_a_card_that_somebody_else_has_written_is_refused(tmp_path: Path, believed: None) -> None:
     """A user who can write there would have the ranks join a coordinator of their own, and give it their secret."""
     forged = CoordinatorInfo(2, host_key(), "unix:/his")
     for shown in (forged.encode(), forged.encode("his own")):

@@ -389,6 +389,8 @@ class ControlHandlers:
             self.world.regrouped(message.ticket)
         elif isinstance(message, m.Abort):
             log_abort(self._locked.state.rank, message)
+            if message.process_set == 0:
+                self.world.aborted()
             # The orderly removal of a set ends its generation by an abort as well. Where nothing was pending nothing has failed.
             removed = message.kind == CauseKind.MEMBERSHIP.value and not message.ranks
             if message.pending or not removed:
@@ -614,6 +616,7 @@ class ControlHandlers:
         log_loss(self._locked.state.rank, text)
         effects = self._locked.disconnect(Cause(CauseKind.COORDINATOR_LOST, (), text))
         self._tickets.abort()
+        self.world.aborted()
         self.perform(effects)
         self.reconnect(reason)
 

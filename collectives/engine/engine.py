@@ -166,6 +166,11 @@ class Engine:
         """Return the store of values that the members of the world exchange in its present generation; see :meth:`wait_for_world`."""
         return self._handlers.store(0, self._locked.state.sets[0].generation)
 
+    def first_store(self) -> KeyValue:
+        """Return the store of the generation with which the world began: its members meet there also if one learns of the next before."""
+        present = self._locked.state.sets[0].generation
+        return self._handlers.store(0, self._handlers.world.first_generation or present)
+
     def _begin_mpi(self) -> None:
         """Load MPI if the world uses it: loading waits for all of MPI's processes, and later perhaps only some ranks load it."""
         world = self._locked.state.sets.get(0)

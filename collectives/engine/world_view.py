@@ -18,6 +18,8 @@ class WorldView:
 
     Attributes:
         last: The coordinator's last message about the world, or ``None``.
+        first_generation: The generation with which the world began, or began again after an abort; 0 before. Equal on all members that were
+            there, however soon an orderly change follows.
         watchers: Called on the control thread with each such message.
     """
 
@@ -26,7 +28,7 @@ class WorldView:
         self._changed = threading.Condition()
         #: Members of the world in ``_generation``.
         self._members: frozenset[int] = frozenset()
-        self._generation = 0
+        self._generation = self.first_generation = 0
         #: Why the coordinator is gone for good, or ``None``.
         self._lost: str | None = None
         #: Ranks that elastic training has let in.
@@ -57,7 +59,12 @@ class WorldView:
             # In this order: `alive` reads the generation first, without the lock, and then finds members that
             # are as new.
             self._members, self._generation = frozenset(ranks), generation
+            self.first_generation = self.first_generation or generation
             self._changed.notify_all()
+
+    def aborted(self) -> None:
+        """Note that a generation was aborted, or its coordinator lost: the values of all generations up to it are gone."""
+        self.first_generation = 0
 
     def released(self, reason: str) -> None:
         """Wake waits, since the coordinator has asked this rank to leave."""

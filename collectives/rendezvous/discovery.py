@@ -267,7 +267,8 @@ class DiscoveredWorld:
         self._backend.close()
         if not (isinstance(self._backend, backends.TcpStoreBackend) and self._backend.of_rank_0):
             return
-        world = engine.world_store()
+        # Not of the present generation, which can be another one than rank 0's.
+        world = engine.first_store()
         if self._launched.rank == 0:
             # After the close: a rank that reads this can use the port of the rendezvous at once.
             world.set(_CLOSED, b"1")

@@ -447,7 +447,12 @@ class Campaign:
         if self.device and self.alone:
             found += self._grown_on_device()
         kept = [f"rank {rank}: a group of Gloo's" for rank in left if pids[rank] in excused]
-        for pid in self._pids():
+        living = self._pids()
+        for pid in self._young.keys() - living.keys():
+            # The kernel gives a number again: a later process must not be compared with this one.
+            del self._young[pid]
+            self._holdings.pop(pid, None)
+        for pid in living:
             self._young[pid] += 1
             if self._young[pid] <= 2 or found or pid in excused:
                 self._holdings[pid] = census.holdings(pid)

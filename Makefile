@@ -78,7 +78,7 @@ unit-root: $(INSTALLED) ## those of the tests that ordinary users can't run
 
 views: $(INSTALLED) ## check and build the scripts of the widgets and of the panel; needs node, which installing does not
 	cd ui && npm ci && npm run types && npm test && npm run build
-	cd labextension && npm ci && npm run types && PATH="$(abspath $(BIN)):$$PATH" npm run build
+	cd labextension && npm ci && npm run types && npm test && PATH="$(abspath $(BIN)):$$PATH" npm run build
 
 rebuilt: views ## fail if the committed scripts differ from those that `make views` builds here
 	git diff --exit-code -- widgets/static labextension/prebuilt ui/outputs.txt labextension/outputs.txt

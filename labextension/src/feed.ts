@@ -294,7 +294,8 @@ export class KernelFeed implements IDisposable {
   private nothing(channel: Channel, problem: string): void {
     channel.problem = problem;
     channel.ended = true;
-    channel.liveness.heard(false);
+    // The picture stays, and no more of it comes: an answer without rows is no news of the ranks.
+    channel.liveness.connected(problem ? 'away' : 'ended');
     channel.store.heading = '';
     channel.store.version++;
     this.changed.emit(channel);
@@ -309,6 +310,8 @@ export class KernelFeed implements IDisposable {
     }
     channel.problem = '';
     if (channel.liveness.standing === 'ended') this.renewLiveness(channel);
+    // There was a problem with the pool, and there is none now.
+    if (!this.isAway) channel.liveness.connected('here');
     if (data.heading !== undefined) channel.ended = data.heading === 'stopped';
     const { store, stream } = channel;
     if (this.wanted(channel)) stream.receive(data as never, buffers.map(view) as never);

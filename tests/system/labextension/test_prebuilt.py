@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from hvdlab.magics import panel_comms
 ROOT = Path(__file__).parents[3]
 EXTENSION = ROOT / "labextension"
 PREBUILT = EXTENSION / "prebuilt"
+NODE = shutil.which("node")
 
 pytestmark = pytest.mark.skipif(not EXTENSION.is_dir(), reason="not a checkout: the sources are not here")
 
@@ -57,6 +60,17 @@ def test_the_panel_names_no_place_of_the_machine_that_built_it() -> None:
         if path.is_file():
             found = re.search(rb"(?<![\w.])/(home|root|tmp|work|Users)/", path.read_bytes())
             assert not found, (path, found)
+
+
+@pytest.mark.skipif(
+    NODE is None or not (EXTENSION / "node_modules" / "esbuild").is_dir(),
+    reason="no node, or `npm ci` was not run in labextension/",
+)
+def test_tests_of_the_panel_scripts_pass() -> None:
+    done = subprocess.run(
+        [str(NODE), "test/run.mjs"], cwd=EXTENSION, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_lock_names_no_host() -> None:

@@ -1,8 +1,8 @@
 import assert from 'node:assert/strict';
-import { test } from 'node:test';
+import { mock, test } from 'node:test';
 import { POINT_BYTES, readPoints } from '../src/model/series.ts';
 import { ROW_BYTES, Store } from '../src/model/store.ts';
-import { Stream, type Model } from '../src/model/stream.ts';
+import { ASK_AGAIN, Stream, type Model } from '../src/model/stream.ts';
 
 const NO_POINTS = { seriesFrom: 0, series: [], points: 0, pointsFrom: 0, pointsTo: 0, pointsLost: 0 };
 
@@ -49,6 +49,34 @@ test('who missed something asks for it once and takes nothing before it comes', 
   assert.deepEqual(arrivals(), [0, 1, 2, 3, 4, 5, 6, 7]);
   message(9, 10);
   assert.deepEqual(sent[1], { type: 'hello', since: 8, points: 0 });
+});
+
+test('rows whose answer was lost are asked for again, at ever longer intervals', () => {
+  mock.timers.enable({ apis: ['Date'], now: 1000 });
+  try {
+    const { message, arrivals, sent } = setUp();
+    const asked = () => {
+      message(4, 6);
+      return sent.length;
+    };
+    assert.equal(asked(), 1);
+    mock.timers.tick(ASK_AGAIN - 1);
+    assert.equal(asked(), 1);
+    mock.timers.tick(1);
+    assert.equal(asked(), 2);
+    mock.timers.tick(ASK_AGAIN);
+    assert.equal(asked(), 2, 'a busy kernel would answer each of them when its cell ends');
+    mock.timers.tick(ASK_AGAIN);
+    assert.equal(asked(), 3);
+    message(0, 6);
+    assert.deepEqual(arrivals(), [0, 1, 2, 3, 4, 5]);
+    message(9, 10);
+    mock.timers.tick(ASK_AGAIN);
+    message(10, 11);
+    assert.equal(sent.length, 5);
+  } finally {
+    mock.timers.reset();
+  }
 });
 
 test('what exists no more is not asked for', () => {

@@ -13,6 +13,9 @@ export interface Model {
 }
 
 const MARKS_KEPT = 4000;
+/** After this time (ms) the answer to a question counts as lost; after each further one, twice as long. */
+export const ASK_AGAIN = 5000;
+const ASK_SELDOM = 60_000;
 
 interface Message {
   type: string;
@@ -48,7 +51,9 @@ interface Message {
 export class Stream {
   private next = 0;
   private cleared = 0;
-  private asked = false;
+  /** From when on lacking rows are asked for again, as `Date.now()` has it, and how long the question after that waits. */
+  private askAt = 0;
+  private patience = ASK_AGAIN;
   private readonly store: Store;
   private readonly model: Model;
 
@@ -83,15 +88,14 @@ export class Stream {
     }
     const { from, count } = message;
     if (message.after > this.next || message.pointsFrom > store.series.next || message.seriesFrom > store.series.all.length) {
-      // Rows were lost on the way. Ask for them once: the answer holds all rows that follow as well.
-      if (!this.asked) this.hello();
-      this.asked = true;
+      // Rows were lost on the way. Ask for them once, since the answer holds all rows that follow as well.
+      this.ask();
       return false;
     }
     store.series.define(message.seriesFrom, message.series);
     store.series.lostBefore = message.pointsLost;
     store.series.append(readPoints(copied(buffers[1]), message.points), message.pointsFrom, message.pointsTo);
-    this.asked = false;
+    [this.askAt, this.patience] = [0, ASK_AGAIN];
     if (from + count > this.next && count) {
       const rows = readRows(copied(buffers[0]), count);
       const known = Math.max(0, Math.min(count, this.next - from));
@@ -102,6 +106,15 @@ export class Stream {
     this.next = Math.max(this.next, from);
     store.version++;
     return true;
+  }
+
+  /** Say hello, unless the answer to the hello before may still come: it can be lost as well. */
+  private ask(): void {
+    const now = Date.now();
+    if (now < this.askAt) return;
+    this.askAt = now + this.patience;
+    this.patience = Math.min(2 * this.patience, ASK_SELDOM);
+    this.hello();
   }
 }
 

@@ -113,7 +113,7 @@ class TableView(RecordingView):
 
     def __init__(self, recording: Recording, **traits: Any) -> None:
         self._closing = threading.Event()
-        #: Whether a page was loaded again, whose picture is old: updates of it went to the page before.
+        #: Whether a page was loaded again, or was away, and has old traits and an old picture: it missed the updates.
         self._reopened = False
         #: Held while the thread decides to end, and while a page finds out whether it has ended.
         self._ending = threading.Lock()
@@ -142,8 +142,7 @@ class TableView(RecordingView):
             self._run()
         finally:
             while self._serves_on():
-                with self.failures.guard("the still picture"):
-                    self._output.refresh()
+                self._show_again()
 
     def _serves_on(self) -> bool:
         """Return whether a page waits for a new picture; if not, the thread draws no more."""
@@ -155,6 +154,20 @@ class TableView(RecordingView):
 
     def _wanted(self) -> bool:
         return self._closing.is_set() or self._reopened
+
+    def _show_again(self) -> None:
+        """Send a page that was loaded again, or was away, all that it shows, and a new picture.
+
+        Called on the view's thread as long as that serves: on another one, older traits could come after newer ones.
+        """
+        with self.failures.guard("what is shown"):
+            # Not the script and the styles, whose names begin so: they are large, and never change.
+            unparented(self.send_state, [name for name in self.keys if not name.startswith("_")])
+        self._draw_still()
+
+    def _draw_still(self) -> None:
+        with self.failures.guard("the still picture"):
+            self._output.refresh()
 
     def _show_failures(self) -> None:
         """Send the view's errors to the page, if there are others than before."""
@@ -170,7 +183,7 @@ class TableView(RecordingView):
             with self._ending:
                 ended = not self._serving
             if ended:
-                self._output.refresh()
+                self._show_again()
 
     def close(self) -> None:
         """End the view; the still table remains."""

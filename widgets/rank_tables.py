@@ -51,10 +51,12 @@ class RanksWidget(TableView):
                 return
             if news:
                 # Before the update: a page or a change that comes meanwhile counts for the next round.
-                self._reopened, version = False, self.recording.version
+                reopened, self._reopened, version = self._reopened, False, self.recording.version
                 self._update()
-                with self.failures.guard("the still picture"):
-                    self._output.refresh()
+                if reopened:
+                    self._show_again()
+                else:
+                    self._draw_still()
             with self.failures.guard("the table of ranks"):
                 if runs and time.monotonic() >= sent + HEARTBEAT:
                     sent = time.monotonic()
@@ -144,10 +146,12 @@ class MembershipWidget(TableView):
             version = self.recording.version
             self._update()
             soon = self._news is not None and self._news.asks_later
-            if self._drawn is not self.membership or self._reopened:
+            if self._reopened:
                 self._drawn, self._reopened = self.membership, False
-                with self.failures.guard("the still picture"):
-                    self._output.refresh()
+                self._show_again()
+            elif self._drawn is not self.membership:
+                self._drawn = self.membership
+                self._draw_still()
             if time.monotonic() >= sent + HEARTBEAT:
                 sent = time.monotonic()
                 self._send_alive()

@@ -310,8 +310,13 @@ class StripWidget(anywidget.AnyWidget):
     # -- the browser --------------------------------------------------------------------------------------------------
 
     def _receive(self, widget: Any, content: Any, buffers: Any) -> None:
-        with self.failures.guard("the timeline"):
-            if isinstance(content, dict) and content.get("type") == "open":
+        kind = content.get("type") if isinstance(content, dict) else None
+        if kind == "hello":
+            # Under the lock, so that no older state comes after a newer one.
+            with self._refreshing, self.failures.guard("the strip"):
+                unparented(self.send_state, "pace")
+        elif kind == "open":
+            with self.failures.guard("the timeline"):
                 self._open()
                 unparented(setattr, self, "opened", self.opened + 1)
 

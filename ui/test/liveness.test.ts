@@ -2,6 +2,7 @@ import assert from 'node:assert/strict';
 import { mock, test } from 'node:test';
 import { Liveness, SILENCE, type Link } from '../src/model/liveness.ts';
 import { watchKernel } from '../src/widget/kernel.ts';
+import { Signal } from './page.ts';
 
 function timed(act: () => void): void {
   mock.timers.enable({ apis: ['setTimeout', 'Date'], now: 1000 });
@@ -57,18 +58,24 @@ test('a connection comes back and a kernel that has ended does not', () => {
   });
 });
 
-class Signal {
-  readonly acts = new Set<() => void>();
-  connect(act: () => void): void {
-    this.acts.add(act);
-  }
-  disconnect(act: () => void): void {
-    this.acts.delete(act);
-  }
-  emit(): void {
-    for (const act of this.acts) act();
-  }
-}
+test('a page that was away asks for the news that it missed, and one that was silent need not', () => {
+  timed(() => {
+    let asked = 0;
+    const one = new Liveness(() => undefined, () => asked++);
+    one.heard(true);
+    mock.timers.tick(SILENCE);
+    one.heard(true);
+    one.connected('away');
+    assert.equal(asked, 0);
+    one.connected('here');
+    one.connected('here');
+    assert.equal(asked, 1);
+    one.connected('away');
+    one.connected('ended');
+    assert.equal(asked, 1);
+    one.dispose();
+  });
+});
 
 test('the kernel of a widget is the one that its page had when it was shown', () => {
   const kernel = { status: 'idle', connectionStatus: 'connected' };

@@ -237,6 +237,15 @@ def test_a_cell_that_has_ended_is_told_from_an_earlier_one_by_this_clock() -> No
     assert cell_begin(recording, [0], "8", begun) == begun + 1000
 
 
+def test_page_that_missed_news_of_strip_gets_state(
+    strip: StripWidget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(strip, "send_state", sent.append)
+    strip._receive(strip, {"type": "hello"}, [])
+    assert sent == ["pace"]
+
+
 def test_a_click_shows_the_timeline_under_the_cell(strip: StripWidget) -> None:
     feed(strip)
     strip._handle_custom_msg({"type": "something"}, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import struct
 import threading
@@ -553,4 +554,34 @@ def test_page_loaded_while_table_ends_gets_new_picture(monkeypatch: pytest.Monke
         assert drawn.is_set()
     finally:
         goes_on.set()
+        widget.close()
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("name", ["RanksWidget", "MembershipWidget"])
+def test_page_that_missed_news_of_table_gets_all_traits(
+    name: str, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("anywidget")
+    from hvdlab.widgets import rank_tables
+
+    sent: queue.Queue[Any] = queue.Queue()
+    monkeypatch.setattr(rank_tables, "RANKS_INTERVAL", 0.01)
+    monkeypatch.setattr(rank_tables, "MEMBERSHIP_INTERVAL", 0.01)
+    recording = Recording()
+    others = () if name == "RanksWidget" else (lambda: None,)
+    widget = getattr(rank_tables, name)(recording, *others)
+    try:
+        if ended:
+            recording.close()
+            widget._thread.join(PATIENCE)
+        monkeypatch.setattr(widget, "send_state", sent.put)
+        widget._receive(widget, {"type": "hello"}, [])
+        # Updates by the view itself send single traits.
+        while "still" not in (traits := sent.get(timeout=PATIENCE)):
+            pass
+        assert {"rows", "membership"} & set(traits)
+        assert "failed" in traits
+        assert "_esm" not in traits
+    finally:
         widget.close()

@@ -10,15 +10,20 @@ export const SILENCE = 5000; // ms
 /** Monitor of the kernel's messages, by which a view knows whether it is up to date. */
 export class Liveness {
   private readonly changed: () => void;
+  private readonly again: () => void;
   private timer: ReturnType<typeof setTimeout> | undefined;
   private link: Link = 'here';
   private silent = false;
   private runs = false;
   private last = Date.now();
 
-  /** `changed` is called when the standing has changed, but not from within `heard`'s caller's own update if it did not. */
-  constructor(changed: () => void) {
+  /**
+   * `changed` is called when the standing has changed, but not from within `heard`'s caller's own update if it did not.
+   * `again` is called when the kernel can be heard again: messages that it sent meanwhile are lost.
+   */
+  constructor(changed: () => void, again: () => void = () => undefined) {
     this.changed = changed;
+    this.again = again;
   }
 
   get standing(): Standing {
@@ -48,11 +53,13 @@ export class Liveness {
   /** The connection has changed. A kernel that has ended does not come back: another one knows nothing of the view. */
   connected(link: Link): void {
     if (link === this.link || this.link === 'ended') return;
+    const back = link === 'here';
     this.link = link;
     // Silence before the connection was lost does not count against the kernel.
     this.silent = false;
     this.arm();
     this.changed();
+    if (back) this.again();
   }
 
   dispose(): void {

@@ -48,7 +48,9 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const questions = new Questions(model);
   const view = new MembershipView(el, wish => questions.ask(wish));
   const update = () => view.update(model.get('membership') as MembershipState, model.get('failed') as Failure[]);
-  const liveness = new Liveness(() => view.stand(liveness));
+  // The kernel then sends all that it shows, and a new still: a page that was loaded again or was away has old ones.
+  const hello = () => model.send({ type: 'hello' });
+  const liveness: Liveness = new Liveness(() => view.stand(liveness), hello);
   let runs = false;
   const alive = (message: { type?: string; runs?: boolean }) => {
     if (message.type === 'alive') runs = message.runs === true;
@@ -63,8 +65,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   model.on('msg:custom', alive);
   update();
   const forget = watchKernel(model.widget_manager, String(model.get('still')), link => liveness.connected(link));
-  // The kernel then sends a new still: a page that was loaded again has an old one.
-  model.send({ type: 'hello' });
+  hello();
   const showStill = hideStill(el, String(model.get('still')));
   return () => {
     showStill();

@@ -20,7 +20,7 @@ const shared = new WeakMap<Model, Shared>();
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {
-    const one: Shared = { store: new Store(), view: new Viewport(), views: new Set(), liveness: new Liveness(() => one.views.forEach(view => view())) };
+    const one: Shared = { store: new Store(), view: new Viewport(), views: new Set(), liveness: new Liveness(() => one.views.forEach(view => view()), () => stream.hello()) };
     one.view.span = 60e9;
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);

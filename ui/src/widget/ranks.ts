@@ -8,7 +8,9 @@ import { hideStill } from './still.ts';
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const view = new RanksView(el);
   const update = () => view.update(model.get('rows') as RankRow[], model.get('heading') as string, model.get('failed') as Failure[]);
-  const liveness = new Liveness(() => view.stand(liveness));
+  // The kernel then sends all that it shows, and a new still: a page that was loaded again or was away has old ones.
+  const hello = () => model.send({ type: 'hello' });
+  const liveness: Liveness = new Liveness(() => view.stand(liveness), hello);
   const runs = () => (model.get('rows') as RankRow[]).some(row => row.state === 'running');
   const news = () => {
     update();
@@ -20,8 +22,7 @@ function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   update();
   liveness.wait(runs());
   const forget = watchKernel(model.widget_manager, String(model.get('still')), link => liveness.connected(link));
-  // The kernel then sends a new still: a page that was loaded again has an old one.
-  model.send({ type: 'hello' });
+  hello();
   const showStill = hideStill(el, String(model.get('still')));
   return () => {
     showStill();

@@ -32,7 +32,7 @@ function keepLast(element: HTMLElement): () => void {
 function render({ model, el }: { model: Model; el: HTMLElement }): () => void {
   const view = new StripView(el, () => model.send({ type: 'open' }));
   const state = () => model.get('pace') as StripState;
-  const liveness = new Liveness(() => view.stand(liveness.standing));
+  const liveness: Liveness = new Liveness(() => view.stand(liveness.standing), () => model.send({ type: 'hello' }));
   const update = () => {
     view.update(state());
     liveness.heard(!state().ended);

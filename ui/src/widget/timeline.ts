@@ -25,7 +25,7 @@ const shared = new WeakMap<Model, Shared>();
 function share(model: Model): Shared {
   let found = shared.get(model);
   if (!found) {
-    const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set(), liveness: new Liveness(() => one.views.forEach(view => view.stand(one.liveness))), waiting: new Set() };
+    const one: Shared = { store: new Store(Number(model.get('limit'))), view: new Viewport(), views: new Set(), liveness: new Liveness(() => one.views.forEach(view => view.stand(one.liveness)), () => stream.hello()), waiting: new Set() };
     shared.set(model, (found = one));
     const stream = new Stream(one.store, model);
     model.on('msg:custom', ((message: { type: string; name: string; text: string }, buffers: DataView[]) => {

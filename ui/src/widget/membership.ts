@@ -2,9 +2,13 @@ import { Liveness } from '../model/liveness.ts';
 import type { MembershipState } from '../model/membership.ts';
 import type { Failure } from '../model/store.ts';
 import type { Model } from '../model/stream.ts';
+import { t } from '../texts.ts';
 import { MembershipView, type Wish } from '../view/membership.ts';
 import { watchKernel } from './kernel.ts';
 import { hideStill } from './still.ts';
+
+/** As in the panel (labextension/src/panel.ts): ranks of a cluster may take that long (ms) to start. */
+export const CHANGE_WITHIN = 600_000;
 
 interface Answer {
   type: string;
@@ -26,7 +30,15 @@ class Questions {
   ask(wish: Wish): Promise<string> {
     const request = `${Date.now()}-${Math.random()}`; // of all pages that show this widget
     return new Promise((resolve, reject) => {
-      this.open.set(request, { resolve, reject });
+      // The answer is lost if it comes while the connection is away: the view's buttons would wait for it for ever.
+      const timer = setTimeout(() => {
+        if (this.open.delete(request)) reject(new Error(t('The kernel does not answer')));
+      }, CHANGE_WITHIN);
+      const done = <T>(act: (value: T) => void) => (value: T) => {
+        clearTimeout(timer);
+        act(value);
+      };
+      this.open.set(request, { resolve: done(resolve), reject: done(reject) });
       this.model.send({ type: 'do', request, ...wish });
     });
   }

@@ -53,10 +53,6 @@ export class FakeElement {
     this.parentElement = null;
   }
 
-  get childNodes(): (FakeElement | string)[] {
-    return this.children;
-  }
-
   get firstElementChild(): FakeElement | null {
     return (this.children.find(one => one instanceof FakeElement) as FakeElement | undefined) ?? null;
   }

@@ -42,12 +42,17 @@ export class RanksView {
     this.failures.update(failures);
     this.told = heading === STOPPED ? t('ended') : heading;
     this.head();
+    // The panel says it with each span that comes.
+    if (rows === this.rows) return;
     this.rows = rows;
     this.show();
   }
 
   private show(): void {
-    this.body.replaceChildren(...this.rows.map(row => this.row(this.ended ? endedRow(row) : row)));
+    const lines = this.rows.map(row => this.row(this.ended ? endedRow(row) : row));
+    while (this.body.children.length > lines.length) this.body.children[lines.length].remove();
+    for (const [i, old] of [...this.body.children].entries()) renew(old, lines[i]);
+    this.body.append(...lines.slice(this.body.children.length));
   }
 
   /** The kernel speaks, or does not any more: then the table is of the past. */
@@ -90,6 +95,12 @@ export class RanksView {
     this.end();
     this.root.remove();
   }
+}
+
+/** Bring a row of the table up to date. Cells that stay as they are keep the text that the user has selected in them. */
+function renew(old: Element, line: HTMLElement): void {
+  old.className = line.className;
+  for (const [i, cell] of [...line.children].entries()) if (!old.children[i].isEqualNode(cell)) old.children[i].replaceWith(cell);
 }
 
 function percent(share: number): string {

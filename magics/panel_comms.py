@@ -177,8 +177,9 @@ class NotebookPanelBackend:
         from hvdlab.kernel_ext.notebook.registry import KeptPoolRegistry
 
         with self._watching:
-            client = self._watched.get(name)
-            if client is not None and not client.closed:
+            # Also of other pools: a connection that has ended keeps a recording, which takes memory.
+            self._watched = {known: one for known, one in self._watched.items() if not one.closed}
+            if (client := self._watched.get(name)) is not None:
                 return client
             kept = KeptPoolRegistry().get(name)
             client = Client.connect(kept.address, kept.client_token, timeout=CONNECT_WITHIN)

@@ -151,6 +151,18 @@ class Panel:
         # Outside: the end of the feed's thread is waited for, and that thread may be about to take the lock.
         shown.publisher.close()
 
+    def _forget_others(self, pool: str) -> None:
+        """Forget pools that no page shows, except ``pool`` and the notebook's own: their recordings take memory."""
+        now = time.monotonic()
+        with self._changing:
+            over = [
+                name for name, shown in self._shown.items() if name not in (OWN, pool) and shown.until < now
+            ]
+            forgotten = [self._shown.pop(name) for name in over]
+        # Outside: the end of a feed's thread is waited for, and that thread may be about to take the lock.
+        for shown in forgotten:
+            shown.publisher.close()
+
     def _answer(self, request: Any, answer: dict[str, Any]) -> None:
         self._send({"type": "answer", "request": request} | answer, [])
 
@@ -164,6 +176,8 @@ class Panel:
 
     def _hello(self, content: Content, lease: float) -> None:
         pool = str(content.get("pool", OWN))
+        # Here, since a feed whose recording has ended sends no message that would find its subscription over.
+        self._forget_others(pool)
         until = time.monotonic() + lease
         before = self._wanted.get(pool, (0.0, 0.0))[1]
         rows_until = until if content.get("rows") else before

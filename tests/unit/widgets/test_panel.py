@@ -176,6 +176,28 @@ def test_earlier_pool_that_no_page_shows_frees_its_recording(panel: Panel, desk:
     assert earlier() is None
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_other_pool_that_no_page_shows_frees_its_recording(
+    panel: Panel, desk: Desk, page: Page, has_ended: bool
+) -> None:
+    desk.recordings["kept:mine"] = recording = Recording()
+    panel.receive(hello("kept:mine"))
+    page.wait(lambda: page.headings())
+    feed_thread = panel._shown["kept:mine"].publisher._thread
+    if has_ended:
+        recording.close()
+        feed_thread.join(PATIENCE)
+    panel.receive(hello("kept:mine"), lease=1e-9)
+    if not has_ended:
+        feed(recording)  # the feed finds out with the next message
+        feed_thread.join(PATIENCE)
+    earlier = weakref.ref(recording)
+    del recording, desk.recordings["kept:mine"]
+    panel.receive(hello())
+    gc.collect()
+    assert earlier() is None
+
+
 def test_the_end_of_the_ranks_is_told(panel: Panel, desk: Desk, page: Page) -> None:
     desk.recordings[""] = recording = Recording()
     feed(recording)

@@ -83,7 +83,9 @@ class RecordingFeed:
         #: Whether a page listens that is not the first: it may have been loaded again.
         self._reopened = False
         self._row = self._name = self._stamp = 0
-        self._skipped = self._cleared = 0
+        #: Rows that were passed over after failures.
+        self._skipped = 0
+        self._cleared = 0
         #: The next row at the last failure of a message: rows that fail twice are passed over.
         self._stuck = -1
         #: Whether the last message failed before it was sent.
@@ -339,14 +341,11 @@ class RecordingFeed:
             marks = [(number, mark) for number, mark in marks if mark.end_ns is None or mark.end_ns > before]
         series, points = self._series.next_batch(POINTS_PER_MESSAGE if self._with_points else 0)
         origin = recording.origin_ns or 0
-        self._skipped = (
-            max(self._skipped, first - recording.cleared)
-            if self._row == 0
-            else self._skipped + first - min(first, max(self._row, cleared))
-        )
         message = {
             "type": "rows",
-            "after": self._row,  # rows between this number and the next were dropped before they could be sent
+            # Rows between this number and the next were dropped before they could be sent. A page counts those that it lacks
+            # itself: others may have them.
+            "after": self._row,
             "from": first,
             "count": len(rows),
             "namesFrom": self._name,

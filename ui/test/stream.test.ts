@@ -87,6 +87,20 @@ test('what exists no more is not asked for', () => {
   assert.deepEqual(sent, []);
 });
 
+test('rows that were dropped count for the page that lacks them, and for no other', () => {
+  const pages = [setUp(), setUp(), setUp()];
+  pages[0].message(0, 1000);
+  pages[1].message(0, 500);
+  // The second says hello; all of them get the answer. The third has just been opened.
+  for (const { message } of pages) message(900, 1000, 500);
+  pages[2].message(900, 1000, 0);
+  assert.deepEqual(pages.map(({ store }) => store.lostBefore), [0, 400, 900]);
+  for (const { message } of pages) message(1000, 1001);
+  assert.deepEqual(pages.map(({ store }) => store.lostBefore), [0, 400, 900]);
+  for (const { message } of pages) message(1010, 1011, 1001, 1005);
+  assert.deepEqual(pages.map(({ store }) => store.lostBefore), [5, 5, 5], 'a clear forgets those before it as well');
+});
+
 test('what was cleared is forgotten, once, and what comes then is not', () => {
   const { message, arrivals, sent, store } = setUp();
   message(0, 3);

@@ -65,7 +65,7 @@ class Browser:
         self.names: list[str] = []
         self.rows: list[tuple[int, int, float]] = []
         self.marks: dict[int, dict[str, Any]] = {}
-        self.lost = self.cleared = 0
+        self.lost = self.gaps = self.cleared = 0
         self.quiet = 0
         self.drawn = (0, 0)  # rows, and rows that were cleared, at the last silence
         self.messages = 0
@@ -79,7 +79,8 @@ class Browser:
                 return
             if message["after"] > len(self.rows):
                 return  # the script asks for missed messages: not answered while a cell runs
-            self.lost = message["lost"]
+            self.gaps += max(0, message["from"] - max(len(self.rows), message["cleared"]))
+            self.lost = message["lost"] + self.gaps
             if message["cleared"] > self.cleared:
                 self.cleared = message["cleared"]
                 self.marks = {}
@@ -271,6 +272,22 @@ def test_what_was_dropped_before_it_could_be_sent_is_told(browser: Browser) -> N
     browser.wait(lambda: len(browser.rows) == recording.end)
     assert browser.lost == recording.dropped == [row[0] for row in browser.rows].count(-1)
     with_all.close()
+
+
+def test_rows_that_one_page_lacks_are_lost_to_no_other(browser: Browser) -> None:
+    recording = Recording(limit=16384)
+    feed(recording, count=150)
+    assert recording.dropped > 10
+    messages: queue.Queue[dict[str, Any]] = queue.Queue()
+    to_both = RecordingFeed(recording, lambda message, _: messages.put(message), browser.be_quiet)
+    try:
+        for since in (10, 0):
+            to_both.view_ready(since)
+            while (message := messages.get(timeout=PATIENCE))["after"] != since or not message["count"]:
+                pass
+            assert message["lost"] == recording.lost
+    finally:
+        to_both.close()
 
 
 def test_a_tensor_that_was_given_no_name_has_none_in_views(

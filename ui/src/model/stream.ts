@@ -31,6 +31,7 @@ interface Message {
   marks: [number, Mark][];
   /** The user cleared the rows below this number; views must drop them. */
   cleared: number;
+  /** Spans that no page can have: they never came to the kernel, or could not be sent. */
   lost: number;
   clockErrors: [number, number][];
   seriesFrom: number;
@@ -51,6 +52,8 @@ interface Message {
 export class Stream {
   private next = 0;
   private cleared = 0;
+  /** Rows that were dropped before they could be sent to this page; those that were cleared do not count. */
+  private missed = 0;
   /** From when on lacking rows are asked for again, as `Date.now()` has it, and how long the question after that waits. */
   private askAt = 0;
   private patience = ASK_AGAIN;
@@ -71,9 +74,9 @@ export class Stream {
     const { store } = this;
     if (message.cleared > this.cleared) {
       this.cleared = message.cleared;
+      this.missed = 0;
       if (this.next) store.clear();
     }
-    store.lostBefore = message.lost;
     if (message.ranks) store.ranks = message.ranks;
     if (message.membership) store.membership = message.membership;
     if (message.heading !== undefined) store.heading = message.heading;
@@ -92,6 +95,9 @@ export class Stream {
       this.ask();
       return false;
     }
+    // Counted here, since the kernel sends one page what others have or have not.
+    this.missed += Math.max(0, from - Math.max(this.next, this.cleared));
+    store.lostBefore = message.lost + this.missed;
     store.series.define(message.seriesFrom, message.series);
     store.series.lostBefore = message.pointsLost;
     store.series.append(readPoints(copied(buffers[1]), message.points), message.pointsFrom, message.pointsTo);

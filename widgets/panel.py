@@ -18,7 +18,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.failures import Failures
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.widgets.pool_membership import ChangeablePool, MembershipActions, MembershipNews
-from hvdlab.widgets.recording_feed import RecordingFeed
+from hvdlab.widgets.recording_feed import RecordingFeed, cell_runs
 
 Send = Callable[[dict[str, Any], list[bytes]], None]
 Content = Mapping[str, Any]
@@ -29,7 +29,7 @@ OWN = ""
 LEASE = 75.0
 """Seconds for which a page's subscription holds. A page renews it every 20 s; browsers let hidden pages do so once a minute."""
 LONG_LEASE = 3600.0
-"""The same where no message of a page arrives while a cell runs."""
+"""The same where no message of a page arrives while a cell runs. While ranks run one, it holds for longer."""
 
 
 class PanelBackend(Protocol):
@@ -91,6 +91,8 @@ class Panel:
         self._changing = threading.Lock()
         self._shown: dict[str, ShownPool] = {}
         self._wanted: dict[str, tuple[float, float]] = {}  # until when the pool, and until when its rows
+        #: Pools whose pages can renew their subscription only when the running cell has ended.
+        self._waiting: set[str] = set()
         self._closed = False
         self._failures = Failures()
 
@@ -182,6 +184,10 @@ class Panel:
         before = self._wanted.get(pool, (0.0, 0.0))[1]
         rows_until = until if content.get("rows") else before
         self._wanted[pool] = until, rows_until
+        if lease >= LONG_LEASE:
+            self._waiting.add(pool)
+        else:
+            self._waiting.discard(pool)
         since = content.get("since")
         has = (max(0, since), max(0, int(content.get("points", 0)))) if isinstance(since, int) else None
         self._show(pool, content.get("recording"), has, until, rows_until)
@@ -245,12 +251,14 @@ class Panel:
 
     def _forward(self, pool: str, shown: ShownPool, message: dict[str, Any], buffers: list[bytes]) -> None:
         now = time.monotonic()
+        # A cell may run for hours, in which a page that is there can't say so; its hellos come when the cell has ended.
+        waits = pool in self._waiting and cell_runs(shown.recording)
         with self._changing:
             # In one step with the look at the time: a page has either renewed the subscription, or gets another feed.
-            shown.ended = now > shown.until
+            shown.ended = now > shown.until and not waits
         if shown.ended:
             shown.publisher.close()  # this is the publisher's own thread, which ends then
             return
-        if message["count"] and now > shown.rows_until:
+        if message["count"] and now > shown.rows_until and not waits:
             shown.publisher.set_wanted(rows=False, points=False)
         self._send(message | {"pool": pool, "recording": shown.name}, buffers)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
+from hvdlab.collectives.protocol.messages import Member
+from hvdlab.collectives.tracing.record_format import CellBeginEvent, CellEndEvent, encode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.collectives.types import Membership
 from hvdlab.widgets import panel as panel_module
@@ -22,7 +24,7 @@ from support.effort import examples
 from support.fuzz.protocol import run
 from support.patience import HOUR, PATIENCE
 from support.threads import ReportingLock
-from support.timeline_traces import steps
+from support.timeline_traces import START_NS, steps
 
 
 class Desk:
@@ -224,6 +226,22 @@ def test_who_falls_silent_gets_nothing_any_more(desk: Desk, page: Page) -> None:
         page.wait(lambda: page.rows() == recording.end)
     finally:
         panel.close()
+
+
+def test_page_that_can_not_renew_is_served_while_a_cell_runs(panel: Panel, desk: Desk, page: Page) -> None:
+    desk.recordings[""] = recording = Recording(label="[{}]".format)
+    recording.take_membership(Membership(members=(Member(5, pid=100, host="host"),)))
+    recording.feed(5, encode(5, [CellBeginEvent("8", START_NS)]))
+    feed(recording)
+    panel.receive(hello(), lease=panel_module.LONG_LEASE)
+    shown = panel._shown[""]
+    page.wait(lambda: page.rows() == recording.end)
+    before, shown.until, shown.rows_until = recording.end, 0.0, 0.0  # hours later
+    feed(recording)
+    page.wait(lambda: page.rows() == recording.end > before)
+    recording.feed(5, encode(5, [CellEndEvent("8", START_NS + 1, True)]))
+    shown.publisher._thread.join(PATIENCE)
+    assert shown.ended
 
 
 def test_pages_that_say_hello_at_once_share_one_feed(

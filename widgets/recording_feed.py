@@ -195,7 +195,8 @@ class RecordingFeed:
                 if (self._heard or again) and self._is_behind():
                     self._flush()  # what could not be sent; there may be no further news
                 elif self._heard or again:
-                    self._send_rank_changes()
+                    # Also without news: by the numbers in it a page finds out that it missed the last message of a burst.
+                    self._send_rows(self._news(), 0)
                 self._draw_still()
                 picture_due = False
                 continue

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.tracing.recording import Recording
+from hvdlab.widgets import recording_feed
 from hvdlab.widgets.recording_feed import RecordingFeed
 from support.patience import PATIENCE
 from support.threads import ReportingLock
@@ -40,6 +41,27 @@ def test_two_pages_said_hello_at_once_feed_begins_at_lower_row(recording: Record
         assert begins.get(timeout=PATIENCE) == 100
     finally:
         said.set()
+        feed.close()
+
+
+def test_quiet_feed_shows_page_the_end_of_what_was_sent(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording_feed, "QUIET", 0.05)
+    numbers: queue.Queue[tuple[int, int]] = queue.Queue()
+    feed = RecordingFeed(
+        recording, lambda message, _: numbers.put((message["after"], message["count"])), lambda: None
+    )
+    try:
+        feed.view_ready(0)
+        while numbers.get(timeout=PATIENCE) != (0, recording.end):
+            pass
+        for rank, batch in steps(4, 1):
+            recording.feed(rank, batch)
+        # A page that missed these rows finds out by this message.
+        while numbers.get(timeout=PATIENCE) != (recording.end, 0):
+            pass
+    finally:
         feed.close()
 
 

@@ -542,9 +542,12 @@ def interrupted_round() -> None:
     store = kvstore.create("dist_sync")
     STORES.append(store)
     store.set_optimizer("sgd")
+    before = (
+        _generation()
+    )  # before init(), in which the other rank waits for this one: after it the round can have ended already
     store.init("w", np.zeros(3, np.float32))
     if store.rank == 1:
-        before, until = _generation(), time.monotonic() + PATIENCE
+        until = time.monotonic() + PATIENCE
         while _generation() == before:  # a push before it learns of the end of the round would end with it
             assert time.monotonic() < until
             time.sleep(0.01)

@@ -49,9 +49,7 @@ def test_quiet_feed_shows_page_the_end_of_what_was_sent(
 ) -> None:
     monkeypatch.setattr(recording_feed, "QUIET", 0.05)
     numbers: queue.Queue[tuple[int, int]] = queue.Queue()
-    feed = RecordingFeed(
-        recording, lambda message, _: numbers.put((message["after"], message["count"])), lambda: None
-    )
+    feed = RecordingFeed(recording, lambda message, _: numbers.put((message["after"], message["count"])))
     try:
         feed.view_ready(0)
         while numbers.get(timeout=PATIENCE) != (0, recording.end):

@@ -229,7 +229,7 @@ def test_who_falls_silent_gets_nothing_any_more(desk: Desk, page: Page) -> None:
 
 
 def test_page_that_can_not_renew_is_served_while_a_cell_runs(panel: Panel, desk: Desk, page: Page) -> None:
-    desk.recordings[""] = recording = Recording(label="[{}]".format)
+    desk.recordings[""] = recording = Recording()
     recording.take_membership(Membership(members=(Member(5, pid=100, host="host"),)))
     recording.feed(5, encode(5, [CellBeginEvent("8", START_NS)]))
     feed(recording)

@@ -279,7 +279,7 @@ def test_rows_that_one_page_lacks_are_lost_to_no_other(browser: Browser) -> None
     feed(recording, count=150)
     assert recording.dropped > 10
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
-    to_both = RecordingFeed(recording, lambda message, _: messages.put(message), browser.be_quiet)
+    to_both = RecordingFeed(recording, lambda message, _: messages.put(message), browser)
     try:
         for since in (10, 0):
             to_both.view_ready(since)

@@ -657,6 +657,24 @@ def test_an_option_of_the_group_goes_before_the_variable(
 def test_groups_of_ranks_without_a_gpu_each_are_agreed(
     monkeypatch: pytest.MonkeyPatch, gpus: list[str], expected: str
 ) -> None:
+    found = _chosen_by_threads(monkeypatch, WatchOptions(), gpus)
+    assert found == dict.fromkeys(range(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(["a", "b", "c"], "nccl"), (["a", "b", "a"], "gloo"), (["a", "", "c"], "gloo")]
+)
+def test_ranks_of_a_watched_group_choose_one_inner_backend(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[str], expected: str
+) -> None:
+    found = _chosen_by_threads(monkeypatch, WatchOptions("watched"), gpus)
+    assert found == dict.fromkeys(range(3), expected)
+
+
+def _chosen_by_threads(
+    monkeypatch: pytest.MonkeyPatch, options: WatchOptions, gpus: list[str]
+) -> dict[int, str]:
+    """Return the inner backend that each of three ranks with these GPUs chooses."""
     monkeypatch.delenv("HVDLAB_C10D_WATCH", raising=False)
     own = lambda: gpus[int(threading.current_thread().name)]  # three threads stand for the ranks
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(own()))
@@ -666,14 +684,14 @@ def test_groups_of_ranks_without_a_gpu_each_are_agreed(
     store.set_timeout(timedelta(seconds=PATIENCE))
 
     def choose(rank: int) -> None:
-        found[rank] = WatchOptions().inner_backend(store, rank, 3)
+        found[rank] = options.inner_backend(store, rank, 3)
 
     threads = [threading.Thread(target=choose, args=(rank,), name=str(rank)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == dict.fromkeys(range(3), expected)
+    return found
 
 
 def test_a_variable_that_names_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

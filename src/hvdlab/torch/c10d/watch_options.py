@@ -32,7 +32,8 @@ class WatchOptions:
     Attributes:
         watch: ``watched``: operations are handed over to a group of torch's own, and the ranks are compared when one is late.
             ``agreed``: each operation is agreed through the coordinator before it begins.
-        inner: The backend of torch's inside of a watched group: ``nccl`` for CUDA tensors, or ``gloo`` for tensors of the host.
+        inner: The backend of torch's inside of a watched group: ``nccl`` for CUDA tensors, or ``gloo`` for tensors of the host. By default
+            ``nccl`` if torch has that and each rank uses a GPU of its own, and ``gloo`` otherwise.
         late: Seconds after which an operation of a watched group that has not ended counts as late.
     """
 
@@ -64,19 +65,18 @@ class WatchOptions:
                 raise InvalidRequestError(
                     f"{VARIABLE}={os.environ[VARIABLE]!r}: give agreed, watched, watched:gloo or watched:nccl."
                 )
-        has_nccl = dist.is_nccl_available()
-        on_gpus = torch.cuda.is_available() and has_nccl
-        if not way and not inner:
-            # All ranks take part where torch was built with NCCL, also those without a GPU: others would wait in the store for them. Without NCCL,
-            # which all ranks' torch has or lacks, nothing is left in the user's store.
-            return (
-                "nccl"
-                if has_nccl and have_a_gpu_each(store, rank, size, gpu_in_use() if on_gpus else "")
-                else ""
-            )
         if way == "agreed":
             return ""
-        return inner or ("nccl" if on_gpus else "gloo")
+        if inner:
+            return inner
+        has_nccl = dist.is_nccl_available()
+        on_gpus = torch.cuda.is_available() and has_nccl
+        # All ranks take part where torch was built with NCCL, also those without a GPU: others would wait in the store for them. Without NCCL,
+        # which all ranks' torch has or lacks, nothing is left in the user's store.
+        if has_nccl and have_a_gpu_each(store, rank, size, gpu_in_use() if on_gpus else ""):
+            return "nccl"
+        # By the GPUs of all ranks, not by this rank's alone: ranks that make inner groups of two kinds wait for each other.
+        return "gloo" if way else ""
 
 
 def gpu_in_use() -> str:

@@ -284,6 +284,31 @@ def test_wrong_splits_are_refused_on_their_rank_alone(world: Ranks) -> None:
     world.run(_wrong_splits, timeout=60)
 
 
+def _wrong_numbers_of_tensors() -> None:
+    """Call with lists that are too long or too short on one rank. Nothing is sent, so the group goes on."""
+    size = dist.get_world_size()
+
+    def tensors(count: int) -> list[torch.Tensor]:
+        return [torch.ones(1) for _ in range(count)]
+
+    if dist.get_rank() == 0:
+        for outputs, inputs, which in (
+            (size + 1, size, "output"),
+            (size - 1, size, "output"),
+            (size, size + 1, "input"),
+            (size, size - 1, "input"),
+        ):
+            with pytest.raises(ValueError, match=f"all_to_all: Number of {which} tensors not equal"):
+                dist.all_to_all(tensors(outputs), tensors(inputs))
+    exchanged = [torch.zeros(1) for _ in range(size)]
+    dist.all_to_all(exchanged, tensors(size))
+    assert exchanged == tensors(size)
+
+
+def test_wrong_number_of_tensors_is_refused_on_its_rank_alone(world: Ranks) -> None:
+    world.run(_wrong_numbers_of_tensors, timeout=60)
+
+
 def _split() -> None:
     for name in ("split_group", "splitGroup"):
         with pytest.raises(UnsupportedError, match=r"dist\.new_group\(\[0, 1\]\)"):

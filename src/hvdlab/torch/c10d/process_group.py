@@ -40,6 +40,7 @@ from hvdlab.torch.c10d.tensors import (
     plain_of,
     real_parts,
     require_dense,
+    require_exchange,
     require_member,
     require_outputs,
     resolved,
@@ -573,6 +574,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission.add(request, copy)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> HvdlabWork:
+        require_exchange("alltoall", (outputs, inputs), self.size())
         submission = Submission()
         self._add_exchange(submission, outputs, inputs, [tensor.numel() for tensor in inputs])
         return self._calls.submit("all_to_all", list(outputs), submission, opts=opts, inputs=inputs)

@@ -169,6 +169,25 @@ def split_rows(tensor: torch.Tensor, splits: Sequence[int] | None, which: str, s
     return counts
 
 
+def require_exchange(method: str, arguments: Sequence[Any], size: int) -> None:
+    """Raise ``InvalidRequestError`` if the tensors or splits of an exchange do not fit the group; other methods pass.
+
+    Args:
+        method: Torch's method.
+        arguments: Its outputs and inputs, and after them their splits if it has such.
+        size: Number of ranks.
+    """
+    if method == "alltoall":
+        for tensors, which in zip(arguments, ("output", "input"), strict=False):
+            if len(tensors) != size:
+                raise InvalidRequestError(
+                    f"all_to_all: Number of {which} tensors not equal to group size: {len(tensors)} for {size} ranks."
+                )
+    elif method in ("alltoall_base", "all_to_all_single"):
+        for tensor, splits, which in zip(arguments, arguments[2:4], ("output", "input"), strict=False):
+            split_rows(tensor, splits, which, size)
+
+
 Copy = Callable[[Result], None]
 """Copies the result of one request to the user's tensor."""
 

@@ -66,7 +66,7 @@ from hvdlab.torch.c10d.launch_ring import (
 from hvdlab.torch.c10d.operation_names import OPERATIONS, ROOTED, renamed
 from hvdlab.torch.c10d.process_group import HvdlabProcessGroup
 from hvdlab.torch.c10d.store import HvdlabStore
-from hvdlab.torch.c10d.tensors import CopyBack, contiguous, first, split_rows
+from hvdlab.torch.c10d.tensors import CopyBack, contiguous, first, require_exchange
 from hvdlab.torch.c10d.watch_options import LATE_AFTER
 from hvdlab.torch.c10d.watched_work import EndRequest, Generation, WatchedWork
 from hvdlab.torch.c10d.world import C10dWorld
@@ -929,10 +929,8 @@ def _handing_over(method: str, operation: str, index: int, agreed: Callable[...,
         tensor = first(args[index]) if 0 <= index < len(args) else None
         if not self.is_watched(tensor, args[-1] if args else None):
             return agreed(self, *args, **kwargs)
-        if method in ("alltoall_base", "all_to_all_single"):
-            # Gloo looks at the splits on a thread of its own, after the launch: its error would end the generation.
-            for given, splits, which in zip(args, args[2:4], ("output", "input"), strict=False):
-                split_rows(given, splits, which, self.size())
+        # Gloo looks at lists and splits on a thread of its own, after the launch: its error would end the generation.
+        require_exchange(method, args, self.size())
         return self.launch(method, operation, tensor, COLLECTIVES, args, kwargs)
 
     call.__name__ = method

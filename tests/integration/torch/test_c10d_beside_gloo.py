@@ -97,11 +97,41 @@ def _received_in_another_shape(group: Group, rank: int, size: int) -> torch.Tens
     return into
 
 
+def _called_directly(group: Group, rank: int, size: int) -> list[Any]:
+    """Call the group's methods in the forms that torch's overloads have for users."""
+    limit, given = timedelta(seconds=60), [values(rank + i, 2) for i in range(11)]
+    parts = [[torch.zeros(2) for _ in range(size)] for _ in range(4)]
+    rows = [torch.zeros(2 * size), torch.zeros(2 * size), torch.zeros(size), torch.zeros(2)]
+    at_root = [] if rank else parts[2]
+    works = [
+        group.allreduce(given[0], op=dist.ReduceOp.MAX),
+        group.allreduce([given[1]], dist.ReduceOp.MIN, limit),
+        group.allreduce(tensors=[given[2]]),
+        group.broadcast(given[3], root=1),
+        group.broadcast(tensor=given[4], root=2, timeout=limit),
+        group.reduce(given[5], 0, dist.ReduceOp.MAX),
+        group.allgather(parts[0], given[6]),
+        group.allgather(output_tensors=[parts[1]], input_tensors=[given[6]]),
+        group.gather(at_root, given[7], root=0),
+        group.scatter(given[8], [] if rank else [values(i, 2) for i in range(size)], root=0, timeout=limit),
+        group.reduce_scatter(rows[3], [values(rank + i, 2) for i in range(size)], op=dist.ReduceOp.MAX),
+        group._allgather_base(output=rows[0], input=given[9]),
+        group.alltoall(output_tensors=parts[3], input_tensors=[values(rank + i, 2) for i in range(size)]),
+        group.alltoall_base(rows[2], values(rank, size), [], [], timeout=limit),
+        group.barrier(timeout=limit),
+    ]
+    for work in works:
+        work.wait()
+    reduced = [given.pop(5)]
+    return [given, parts, rows, [] if rank else reduced]
+
+
 CASES: dict[str, Callable[[Group, int, int], Any]] = {
     "reduce_scatter in place": _reduced_into_own_row,
     "values": _gathered_value,
     "seconds": _limits_in_seconds,
     "shape": _received_in_another_shape,
+    "directly": _called_directly,
 }
 
 
@@ -122,6 +152,11 @@ def test_limits_may_be_numbers_of_seconds_as_with_gloo(world: Ranks) -> None:
 
 def test_message_arrives_in_a_tensor_of_another_shape(world: Ranks) -> None:
     for reference, ours in world.run(_both, "shape", timeout=60):
+        assert ours == reference
+
+
+def test_methods_of_a_group_take_tensors_and_keywords(world: Ranks) -> None:
+    for reference, ours in world.run(_both, "directly", timeout=60):
         assert ours == reference
 
 
@@ -337,3 +372,36 @@ def _limited() -> str:
 
 def test_timeout_that_is_set_later_limits_calls_of_the_group(world: Ranks) -> None:
     assert "after 0.2 s, the timeout of the process group" in world.run(_limited, timeout=60)[0]
+
+
+def _limited_by_the_call() -> str:
+    """Give up a call that the other ranks leave out, by the limit that it has itself."""
+    group, text = dist.new_group(), ""
+    if dist.get_rank() == 0:
+        with pytest.raises(AbortedError) as caught:
+            group.allreduce(torch.ones(1), timeout=timedelta(seconds=0.2)).wait()
+        text = str(caught.value)
+    dist.monitored_barrier(_GROUPS["gloo"])
+    return text
+
+
+def test_limit_of_a_call_ends_its_wait(world: Ranks) -> None:
+    assert "after 0.2 s, the timeout of the process group" in world.run(_limited_by_the_call, timeout=60)[0]
+
+
+def _wrong_arguments() -> None:
+    group, tensor = dist.group.WORLD, torch.ones(1)
+    for call in (
+        lambda: group.allreduce(),
+        lambda: group.allreduce(tensor, root=0),
+        lambda: group.allreduce(tensor, 5),
+        lambda: group.broadcast(tensor, 0, None, 3),
+        lambda: group.barrier(dist.BarrierOptions(), timeout=timedelta(seconds=60)),
+    ):
+        with pytest.raises(TypeError):
+            call()
+    dist.barrier()
+
+
+def test_arguments_that_a_method_lacks_are_refused(world: Ranks) -> None:
+    world.run(_wrong_arguments, timeout=60)

@@ -28,6 +28,7 @@ from hvdlab.collectives.planes.base import HOST
 from hvdlab.collectives.reduce import needs_width
 from hvdlab.collectives.types import PLAIN, OpKind, ReduceOp, Reduction, check_supported
 from hvdlab.torch.adapter import ADAPTER, CUDA_TENSORS, DTYPES
+from hvdlab.torch.c10d.call_forms import FORMS, in_all_forms
 from hvdlab.torch.c10d.reconfiguration import TorchReconfiguration, handle_of, require_same_ranks
 from hvdlab.torch.c10d.submission import Calls, Messages, Submission
 from hvdlab.torch.c10d.tensors import (
@@ -607,7 +608,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = Submission()
         sends = [given.numel() if member == root else 0 for member in range(self.size())]
         self._add_exchange(submission, outputs, [given], sends, root=self._members[root])
-        return self._calls.submit("gather", outputs, submission, inputs=inputs)
+        return self._calls.submit("gather", outputs, submission, opts=opts, inputs=inputs)
 
     def scatter(self, outputs: Any, lists: Any, opts: Any) -> HvdlabWork:
         output, root = single("scatter", outputs, "output"), self._root("scatter", opts)
@@ -616,7 +617,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         submission = Submission()
         sends = [tensor.numel() for tensor in inputs] or [0] * self.size()
         self._add_exchange(submission, [output], inputs, sends, root=self._members[root])
-        return self._calls.submit("scatter", [output], submission, inputs=inputs)
+        return self._calls.submit("scatter", [output], submission, opts=opts, inputs=inputs)
 
     def barrier(self, opts: Any = None) -> HvdlabWork:
         submission = Submission()
@@ -658,6 +659,12 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     )
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+for _method in FORMS:
+    setattr(HvdlabProcessGroup, _method, in_all_forms(_method, getattr(HvdlabProcessGroup, _method)))
+
+untraced_methods(HvdlabProcessGroup)  # again, for the methods of the loop
 
 
 def _operator(opts: Any) -> Any:

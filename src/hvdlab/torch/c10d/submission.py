@@ -42,7 +42,7 @@ from hvdlab.torch.c10d.tensors import (
     single,
     writable_array,
 )
-from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork
+from hvdlab.torch.c10d.work import CoalescedWork, Deliver, HvdlabWork, seconds_of
 from hvdlab.torch.c10d.world import C10dWorld
 
 _MAY_BE_SHIFTED = (
@@ -192,8 +192,8 @@ class Calls:
             submission: Its requests for the core.
             name: The core's name for a message; by default the group's, for collectives, which all members call in one order.
             source: The sender's number in the group, for a receive; ``None`` for one from any rank.
-            opts: Torch's options. If the caller waits at once according to them, that wait announces the operation, which is
-                quicker.
+            opts: Torch's options, with the limit of a wait that gives none. If the caller waits at once according to them, that wait
+                announces the operation, which is quicker.
             inputs: The tensors that profilers show, if not the outputs.
 
         Returns:
@@ -211,7 +211,7 @@ class Calls:
             self.label("recv from any rank" if source is None else operation, part),
             outputs,
             submission.deliver(),
-            self.seconds,
+            seconds_of(getattr(opts, "timeout", None), self.seconds),
             -1 if source is None else source,
             self.members if source is None else (),
         )

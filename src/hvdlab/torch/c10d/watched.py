@@ -45,6 +45,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.protocol.messages import Abort
 from hvdlab.collectives.text import call_site
 from hvdlab.collectives.types import DType, OpKind
+from hvdlab.torch.c10d.call_forms import canonical
 from hvdlab.torch.c10d.call_history import CallHistoryMessage
 from hvdlab.torch.c10d.inner_groups import InnerGroup, make_inner
 from hvdlab.torch.c10d.launch_ring import (
@@ -923,15 +924,16 @@ class WatchedGroup(HvdlabProcessGroup):
 def _handing_over(method: str, operation: str, index: int, agreed: Callable[..., Any]) -> Callable[..., Any]:
     """Return the method of a watched group for one of torch's methods."""
 
-    def call(self: WatchedGroup, *args: Any, **kwargs: Any) -> Any:
+    def call(self: WatchedGroup, *given: Any, **named: Any) -> Any:
+        args = canonical(method, given, named)
         if method in ROOTED:
             self.require_root(operation, args[-1])
         tensor = first(args[index]) if 0 <= index < len(args) else None
-        if not self.is_watched(tensor, args[-1] if args else None):
-            return agreed(self, *args, **kwargs)
+        if not self.is_watched(tensor, args[-1]):
+            return agreed(self, *args)
         # Gloo looks at lists and splits on a thread of its own, after the launch: its error would end the generation.
         require_exchange(method, args, self.size())
-        return self.launch(method, operation, tensor, COLLECTIVES, args, kwargs)
+        return self.launch(method, operation, tensor, COLLECTIVES, args, {})
 
     call.__name__ = method
     return call

@@ -107,14 +107,16 @@ class WatchedWork(dist.Work):
         group: The outer group.
         generation: The inner group's.
         slot: The launch, as the ring keeps it.
-        seconds: Limit of a wait that gives none.
+        seconds: Limit of a wait that gives none, if the launch's options have none either.
     """
 
     def __init__(
         self, group: WorkSupervisor, generation: Generation, slot: LaunchSlot, seconds: float
     ) -> None:
         super().__init__()
-        self._group, self.generation, self.slot, self.seconds = group, generation, slot, seconds
+        self._group, self.generation, self.slot = group, generation, slot
+        # The inner group's own limit of the call may end it first. That wakes no wait: the ranks compare before, and may wait for one.
+        self.seconds = seconds_of(getattr(slot.options, "timeout", None), seconds)
         self.began = time.monotonic()
         #: Autograd's number of the backward pass that has launched it; -1 outside of one.
         self.backward: int = torch._C._current_graph_task_id()

@@ -355,6 +355,26 @@ def test_split_of_a_group_is_refused_and_the_rank_lives(world: Ranks) -> None:
     world.run(_split, timeout=60)
 
 
+def _asked_as_a_backend() -> None:
+    """Ask the group for its backend, as torch does for each group if a device is bound to the default one."""
+    default: Any = dist.group.WORLD
+    backend = default._get_backend(torch.device("cpu"))
+    assert not backend.supports_splitting
+    assert backend.options._timeout == dist.distributed_c10d.default_pg_timeout
+    assert backend.options.global_ranks_in_group == list(range(dist.get_world_size()))
+    default.bound_device_id = torch.device("cuda", 0)
+    try:
+        half = dist.new_group([0, 1])
+    finally:
+        default.bound_device_id = None
+    if dist.get_rank() < 2:
+        dist.barrier(half)
+
+
+def test_group_made_with_a_bound_device_is_not_split(world: Ranks) -> None:
+    world.run(_asked_as_a_backend, timeout=60)
+
+
 def _limited() -> str:
     """Give up a call that the other ranks leave out, by the timeout that the group has got after it was made."""
     group = dist.new_group()

@@ -56,6 +56,7 @@ from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
 from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
+_c10d: Any = torch._C._distributed_c10d
 _Types: Any = dist.ReduceOp.RedOpType
 _OPERATORS = (
     (_Types.SUM, "SUM", ReduceOp.SUM),
@@ -141,6 +142,18 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _get_backend(self, device: torch.device) -> HvdlabProcessGroup:
         """Return the group itself, which is its only backend, for tensors of all devices."""
         return self
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Return whether torch may split the group, as it asks each backend where a device is bound to the default group: never."""
+        return False
+
+    @property
+    def options(self) -> Any:
+        """Return a backend's options, as torch and libraries read them: its name and timeout. A change of them has no effect."""
+        found = _c10d.Backend.Options("hvdlab", timedelta(seconds=self._calls.seconds))
+        found.global_ranks_in_group, found.group_name = list(self._members), self._calls.name
+        return found
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._calls.seconds = timeout.total_seconds()

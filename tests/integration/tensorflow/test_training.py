@@ -570,6 +570,44 @@ def rates(version: int) -> None:
     np.testing.assert_allclose(trained(warm, 3), [0.01 / n * ((n - 1) / 2 + 1), 0.01, 0.01], rtol=1e-5)
 
 
+def momenta(version: int) -> None:
+    """Check the momentum during and after each batch; the rate halves with the second epoch."""
+    keras, (_, hvd, hvd_keras) = _keras(version), _modules()
+    x, y = _data(hvd)
+
+    def trained(*, run_eagerly: bool, interrupted: bool = False) -> list[float]:
+        found: list[float] = []
+        schedule = hvd_keras.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 0.5**epoch)
+
+        class Recorder(hvd_keras.callbacks.Callback):  # type: ignore[misc,name-defined,unused-ignore]
+            def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+                found.append(self.model.optimizer.momentum)
+                if interrupted and len(found) == 5:
+                    raise KeyboardInterrupt
+
+            def on_batch_end(self, batch: int, logs: Any = None) -> None:
+                found.append(self.model.optimizer.momentum)
+
+        model = _model(keras)
+        model.compile(keras.optimizers.SGD(0.5, momentum=0.5), "mse", run_eagerly=run_eagerly)
+        options: dict[str, Any] = {"batch_size": 32, "verbose": 0, "callbacks": [schedule, Recorder()]}
+        if interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                model.fit(x, y, epochs=2, **options)
+            found.clear()
+            interrupted = False
+            model.fit(x, y, epochs=1, initial_epoch=0, **options)
+        else:
+            model.fit(x, y, epochs=2, **options)
+        return found
+
+    assert trained(run_eagerly=True) == [0.5] * 4 + [0.25, 0.5, 0.5, 0.5]
+    # The rate doubles again in the first batch of the second fit.
+    assert trained(run_eagerly=True, interrupted=True) == [1.0, 0.5, 0.5, 0.5]
+    with pytest.warns(RuntimeWarning, match="momentum_correction= does nothing"):
+        assert trained(run_eagerly=False) == [0.5] * 8
+
+
 def best_models() -> None:
     keras, (_, hvd, hvd_keras) = _keras(3), _modules()
     x, y = _data(hvd)
@@ -916,6 +954,7 @@ def test_partial_optimizers_in_other_worlds(others: Ranks, version: int) -> None
         fits_are_recorded,
         saves,
         rates,
+        momenta,
         late_variables,
         untrained,
     ],

@@ -185,6 +185,8 @@ class LearningRateScheduleCallback(Callback):
         self.current_epoch = epoch
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
+        # A batch that was interrupted has had no end: its corrected momentum must not pass for the optimizer's own.
+        self._restore_momentum()
         epoch = self.current_epoch or 0
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
             return
@@ -194,9 +196,7 @@ class LearningRateScheduleCallback(Callback):
             self._adjust(epoch + float(batch) / (self.steps_per_epoch or 1))
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.restore_momentum is not None:
-            _set(self._optimizer, "momentum", self.restore_momentum)
-            self.restore_momentum = None
+        self._restore_momentum()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if logs is not None:
@@ -207,27 +207,39 @@ class LearningRateScheduleCallback(Callback):
         optimizer = self.model.optimizer
         return getattr(optimizer, "inner_optimizer", optimizer)
 
+    def _restore_momentum(self) -> None:
+        if self.restore_momentum is not None:
+            _set(self._optimizer, "momentum", self.restore_momentum)
+            self.restore_momentum = None
+
     def _adjust(self, epoch: float) -> None:
         optimizer = self._optimizer
         before = learning_rate(optimizer)
-        rate = self.initial_lr * self.multiplier(epoch)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, self.initial_lr * self.multiplier(epoch))
+        # As the optimizer has it: rounding alone is no change.
+        rate = learning_rate(optimizer)
         momentum = getattr(optimizer, "momentum", None)
-        if momentum and self.momentum_correction and before:
-            # arXiv 1706.02677, section 2.1: the optimizer has computed its velocity with the former rate.
-            if isinstance(momentum, float):
-                if not hasattr(optimizer, "_hvdlab_momentum_warned"):
-                    object.__setattr__(optimizer, "_hvdlab_momentum_warned", True)
-                    if not tf.config.functions_run_eagerly() and rate != before:
-                        warnings.warn(
-                            "momentum_correction= does nothing: this optimizer's momentum is a number that its "
-                            "compiled step has taken over.",
-                            RuntimeWarning,
-                            stacklevel=2,
-                        )
-                return
-            self.restore_momentum = float(momentum)
-            _set(optimizer, "momentum", float(momentum) * rate / before)
+        if not (momentum and self.momentum_correction and before) or rate == before:
+            return
+        if isinstance(momentum, float) and not self._steps_read_attributes(optimizer):
+            if not hasattr(optimizer, "_hvdlab_momentum_warned"):
+                object.__setattr__(optimizer, "_hvdlab_momentum_warned", True)
+                warnings.warn(
+                    "momentum_correction= does nothing: this optimizer's momentum is a number that its "
+                    "compiled step has taken over.",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            return
+        # arXiv 1706.02677, section 2.1: the optimizer has computed its velocity with the former rate.
+        # Before the change: an interrupt between the two restores a momentum that has not changed.
+        self.restore_momentum = float(momentum)
+        _set(optimizer, "momentum", float(momentum) * rate / before)
+
+    def _steps_read_attributes(self, optimizer: Any) -> bool:
+        """Return whether each step reads the optimizer's numbers, as only steps do that are not compiled."""
+        eager = tf.config.functions_run_eagerly() or bool(getattr(self.model, "run_eagerly", False))
+        return eager and not getattr(optimizer, "jit_compile", False)
 
 
 def learning_rate(optimizer: Any) -> float:

@@ -456,13 +456,18 @@ def host_position(rank: int, ranks: Sequence[int], hosts: Sequence[str]) -> Host
 def bind_threads(cores: Sequence[int], local_rank: int, threads: Iterable[threading.Thread]) -> None:
     """Bind threads to the core of this local rank, and with them the threads that they start.
 
+    Without a core for this rank in ``cores``, log a warning and leave the threads alone: where they run is no condition for the results.
+
     Raises:
-        InvalidRequestError: There is no core for this rank in ``cores``, or the machine has none of that number.
+        InvalidRequestError: The machine has no core of that number.
     """
     if local_rank >= len(cores):
-        raise InvalidRequestError(
-            f"HOROVOD_THREAD_AFFINITY names {len(cores)} cores, and this is local rank {local_rank}; name one for each."
+        logger.warning(
+            "HOROVOD_THREAD_AFFINITY names %d cores, and this is local rank %d, whose threads are not bound; name one for each.",
+            len(cores),
+            local_rank,
         )
+        return
     core = cores[local_rank]
     for thread in threads:
         if thread.native_id is None or not thread.is_alive():

@@ -56,7 +56,7 @@ from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
 from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
-_c10d: Any = torch._C._distributed_c10d
+_Backend: Any = dist._Backend
 _Types: Any = dist.ReduceOp.RedOpType
 _OPERATORS = (
     (_Types.SUM, "SUM", ReduceOp.SUM),
@@ -151,7 +151,7 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @property
     def options(self) -> Any:
         """Return a backend's options, as torch and libraries read them: its name and timeout. A change of them has no effect."""
-        found = _c10d.Backend.Options("hvdlab", timedelta(seconds=self._calls.seconds))
+        found = _Backend.Options("hvdlab", timedelta(seconds=self._calls.seconds))
         found.global_ranks_in_group, found.group_name = list(self._members), self._calls.name
         return found
 

@@ -56,7 +56,7 @@ from hvdlab.torch.c10d.work import CoalescedWork, HvdlabWork
 from hvdlab.torch.c10d.world import C10dWorld
 from hvdlab.torch.dynamo import untraced_methods
 
-_Backend: Any = dist._Backend
+_Backend: Any = getattr(dist, "_Backend")  # noqa: B009  (torch exports no other name of the class)
 _Types: Any = dist.ReduceOp.RedOpType
 _OPERATORS = (
     (_Types.SUM, "SUM", ReduceOp.SUM),

@@ -22,6 +22,8 @@ PACKAGE = "hvdlab"
 SMALL = 120
 """Lines below which a module needs a second importer, or one from another folder, to be worth a file."""
 
+CALLABLE = "Callable["
+
 CLAUSES = re.compile(r"\bwhat(ever)?\b", re.IGNORECASE)
 """Noun clauses that a reader has to decode."""
 ACTORS = re.compile(
@@ -73,22 +75,29 @@ class Module:
                 yield text
 
     @property
-    def callable_parameters(self) -> int:
-        """Count parameters of constructors that are annotated as bare callables."""
-        constructors = (
-            item
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.ClassDef)
-            for item in node.body
-            if isinstance(item, ast.FunctionDef) and item.name == "__init__"
-        )
-        count = 0
-        for constructor in constructors:
-            arguments = constructor.args
-            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-                if argument.annotation is not None:
-                    count += "Callable[" in ast.unparse(argument.annotation)
-        return count
+    def callable_types(self) -> set[str]:
+        """Return the module's own names for types of callables."""
+        return {
+            target.id
+            for node in self.tree.body
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
+            if CALLABLE in ast.unparse(node.value)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+
+    @property
+    def constructor_parameters(self) -> Iterator[tuple[str, ast.expr]]:
+        """Yield the parameters of constructors, as ``Class.parameter``, with their annotations."""
+        for node in ast.walk(self.tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for item in node.body:
+                if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+                    arguments = item.args
+                    for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                        if one.annotation is not None:
+                            yield f"{node.name}.{one.arg}", one.annotation
 
 
 @dataclass
@@ -170,6 +179,24 @@ class House:
                 places[public].append(name)
         return {name: modules for name, modules in places.items() if len(set(modules)) > 1}
 
+    def bare_callables(self) -> list[str]:
+        """Return the constructors' parameters that are bare callables, by their types or by a name that a module of the product gives such."""
+        types = {name: module.callable_types for name, module in self.modules.items()}
+        found = []
+        for name, module in self.modules.items():
+            known = types[name] | {
+                alias.asname or alias.name
+                for node in ast.walk(module.tree)
+                if isinstance(node, ast.ImportFrom)
+                for alias in node.names
+                if alias.name in types.get(_below(node.module or "") or "", ())
+            }
+            for parameter, annotation in module.constructor_parameters:
+                names = {part.id for part in ast.walk(annotation) if isinstance(part, ast.Name)}
+                if CALLABLE in ast.unparse(annotation) or names & known:
+                    found.append(f"{name}.{parameter}")
+        return found
+
     def circles(self) -> list[list[str]]:
         """Return groups of modules that import each other in a circle: strongly connected components, by Tarjan's algorithm."""
         order: dict[str, int] = {}
@@ -211,9 +238,7 @@ class House:
             "class names with several meanings": len(self.ambiguous_classes()),
             "import circles": len(circles),
             "modules in import circles": sum(map(len, circles)),
-            "callables among constructors' parameters": sum(
-                module.callable_parameters for module in self.modules.values()
-            ),
+            "callables among constructors' parameters": len(self.bare_callables()),
             "comment lines, percent": round(100 * comments / lines, 1),
             "clauses with `what` per 1,000 words of docstrings": round(
                 sum(len(CLAUSES.findall(text)) for text in docstrings) / thousand_words, 1

@@ -50,6 +50,14 @@ def test_a_small_module_has_more_importers_than_its_neighbour(house: House) -> N
     )
 
 
+def test_constructors_get_objects_and_no_bare_callables(house: House) -> None:
+    compare(
+        "bare callables among constructors' parameters",
+        set(house.bare_callables()),
+        "a reader can't follow the call to the function: pass the object whose method is meant, or a small protocol",
+    )
+
+
 def test_mypy_ignores_the_errors_of_no_module() -> None:
     overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
     assert [one["module"] for one in overrides if one.get("ignore_errors")] == [], "mend the types"
@@ -79,3 +87,16 @@ def test_class_names_are_counted_over_all_rooms(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "parts.py").write_text("class Part: ...\nclass _Own: ...\n")
     assert House.read(tmp_path).ambiguous_classes() == {"Part": ["collectives.parts", "torch.parts"]}
+
+
+def test_callables_with_a_name_for_their_type_are_counted(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "hvdlab"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text(
+        "Send = Callable[[int], None]\nclass Sender:\n    def __init__(self, send: Send, size: int) -> None: ...\n"
+    )
+    (package / "two.py").write_text(
+        "from hvdlab.one import Send\nclass Feed:\n    def __init__(self, *, send: Send | None = None) -> None: ...\n"
+    )
+    assert House.read(tmp_path).bare_callables() == ["one.Sender.send", "two.Feed.send"]

@@ -422,9 +422,8 @@ class ControlHandlers:
             case Succeed(entry, process_set):
                 complete(entry, Result(process_set=process_set), None)
             case AbortPlane(process_set, generation):
-                busy = self._executor.abort(process_set, generation)
-                if busy is not None:
-                    self._watch(*busy)
+                for queue, slot in self._executor.abort(process_set, generation):
+                    self._watch(queue, slot)
             case ClosePlanes(process_set, generation):
                 self._executor.close_older(process_set, generation)
             case NewGeneration():

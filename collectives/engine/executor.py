@@ -59,8 +59,8 @@ class PlaneSlot:
         operations: How many batches have begun on it; equal on all members between two of them. Belongs to the thread that holds
             ``run_lock``.
         outdated: Whether a newer generation has begun; the plane is closed once nothing is under way. Belongs to the executor.
-        ending: Whether an operation that runs was aborted, and entries fail only after it. Belongs to the control thread.
-        failing: Those entries, with their errors. They stay here, so that an interrupted thread loses none.
+        failing: Entries that fail once no aborted operation is at work on the plane, with their errors. They stay here, so that an
+            interrupted thread loses none.
     """
 
     def __init__(self, name: str, device: str, context: PlaneContext) -> None:
@@ -68,7 +68,7 @@ class PlaneSlot:
         self.context = context
         self.scope: Scope = (context.process_set, context.generation, device)
         self.under_way = self.operations = 0
-        self.outdated = self.ending = False
+        self.outdated = False
         self.failing: list[tuple[Entry, Exception]] = []
         self.plane: Plane | None = None
         self.aborted = False
@@ -203,6 +203,8 @@ class Executor:
         self._label = label
         #: Slots of planes that are not closed.
         self._slots: dict[Scope, PlaneSlot] = {}
+        #: Aborted slots on whose operations entries that fail wait. Belongs to the control thread.
+        self._ending: list[PlaneSlot] = []
         #: Queues with a stuck thread, which is joined once it has come back.
         self._abandoned: list[WorkQueue] = []
         #: Number of queues so far.
@@ -340,7 +342,7 @@ class Executor:
                 completion.on_end(partial(self._ended, slot, batch, results, started, phases))
         finally:
             queue.running = None
-            if slot.failing:
+            if slot.failing and not slot.under_way:
                 self._end_failing(slot)
             if queue.abandoned:  # _close_older() has left the plane to this thread
                 slot.close()
@@ -374,6 +376,8 @@ class Executor:
         with self._jobs_lock:
             slot.under_way -= 1
             last = slot.outdated and not slot.under_way
+        if slot.failing and not self._is_at_work(slot):
+            self._end_failing(slot)
         # Without the lock, which enqueue() acquires.
         if last:
             self.close_older(slot.scope[0], slot.scope[1] + 1)
@@ -391,49 +395,60 @@ class Executor:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def abort(self, process_set: int, generation: int) -> tuple[WorkQueue, PlaneSlot] | None:
-        """End the planes of a process set up to ``generation``. Return queue and slot of an operation that is in one of them."""
-        busy = None
+    def abort(self, process_set: int, generation: int) -> list[tuple[WorkQueue, PlaneSlot]]:
+        """End the planes of a process set up to ``generation``. Control thread.
+
+        Returns:
+            Queue and slot of each plane on which operations are at work still; the caller calls :meth:`abandon` with them later.
+        """
+        busy = []
         for slot in list(self._slots.values()):
             if slot.scope[0] == process_set and slot.scope[1] <= generation:
                 slot.abort()
-                if self.queue.running is slot:
-                    slot.ending = True  # the caller calls abandon() later
-                    busy = (self.queue, slot)
+                if self._is_at_work(slot):
+                    self._ending.append(slot)
+                    busy.append((self.queue, slot))
         self.close_older(process_set, generation + 1)
         return busy
 
-    def fail(self, entry: Entry, error: Exception) -> None:
-        """End an entry with an error: at once, or after the aborted operation of its process set that still runs.
+    def _is_at_work(self, slot: PlaneSlot) -> bool:
+        """Return whether operations run on a plane, or are under way there without a thread. Any thread."""
+        return self.queue.running is slot or slot.under_way > 0
 
-        Until then a library may write to users' tensors, as Gloo does for more than a second. A user that catches the error may
+    def fail(self, entry: Entry, error: Exception) -> None:
+        """End an entry with an error: at once, or after the aborted operations of its process set that are still at work. Control thread.
+
+        Until then a library or a GPU may write to users' tensors; Gloo does for more than a second. A user that catches the error may
         restore these tensors, and would lose that.
         """
-        slot = self.queue.running
-        if (
-            slot is None
-            or not slot.ending
-            or slot.scope[0] != entry.request.process_set
-            or slot.scope[1] < entry.generation
-        ):
+        request = entry.request
+        busy = [
+            slot
+            for slot in self._ending
+            if slot.scope[0] == request.process_set
+            and slot.scope[1] >= entry.generation
+            and self._is_at_work(slot)
+        ]
+        if not busy:
             complete(entry, None, error)
             return
+        # That of its own tensors if there are several: the entry waits for one of them.
+        slot = next((slot for slot in busy if slot.scope[2] == request.device), busy[0])
         slot.failing.append((entry, error))
-        # Appended before this is read, and _run() resets it before it reads the list: one of the two ends the entry.
-        if self.queue.running is not slot:
+        # Appended before this is read. The threads that end operations store that before they read the list: one of the two ends the entry.
+        if not self._is_at_work(slot):
             self._end_failing(slot)
 
     def _end_failing(self, slot: PlaneSlot) -> None:
-        """End the entries that wait for the end of an operation. Any thread, and perhaps two at once: the first end counts."""
+        """End the entries that wait for operations of a plane. Any thread, and perhaps two at once: the first end counts."""
         for entry, error in tuple(slot.failing):
             complete(entry, None, error)
         self._hooks.defer_to_control()
 
     def end_failing(self) -> None:
-        """End all entries that wait for the end of an operation, which will perhaps never come."""
-        for slot in list(self._slots.values()):
-            slot.ending = False
-            self._end_failing(slot)
+        """End all entries that wait for the end of operations, which will perhaps never come."""
+        while self._ending:
+            self._end_failing(self._ending.pop())
 
     def close_older(self, process_set: int, generation: int) -> None:
         """Close the planes of a process set older than ``generation``, after the jobs that are queued now."""
@@ -484,9 +499,13 @@ class Executor:
         return next(filter(None, errors), None)
 
     def abandon(self, queue: WorkQueue, slot: PlaneSlot) -> None:
-        """Continue with a new queue if ``queue`` is still in an operation of ``slot``, in spite of its abort. Control thread."""
+        """End the entries that wait for ``slot``, and continue with a new queue if ``queue`` is in an operation of it in spite of its abort.
+
+        Control thread.
+        """
         # Also if the operation has ended: perhaps its thread was interrupted before it could end the entries.
-        slot.ending = False
+        if slot in self._ending:
+            self._ending.remove(slot)
         self._end_failing(slot)
         # Under the lock, so that no job is added to the old queue after its jobs have moved.
         with self._jobs_lock:
@@ -526,14 +545,12 @@ class Executor:
 
         The threads of abandoned queues are joined only if they are not stuck any more.
         """
-        slots = list(self._slots.values())
-        for slot in slots:
+        for slot in list(self._slots.values()):
             slot.abort()
         self.queue.wakeup.put(False)
         if self.queue.thread is not None:
             self.queue.thread.join(timeout)
-        for slot in slots:  # a thread is stuck in an operation, or a user's thread has not come back yet
-            self._end_failing(slot)
+        self.end_failing()  # a thread is stuck in an operation, or a user's thread has not come back yet
         self._join_abandoned(timeout)
 
     def _new_queue(self) -> WorkQueue:

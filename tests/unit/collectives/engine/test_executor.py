@@ -1,4 +1,4 @@
-"""Threads of the executor go on after a plane has failed at its end."""
+"""Threads of the executor go on after a plane has failed at its end, and entries fail once a plane is done with their tensors."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from hvdlab.collectives.engine.entries import CompletionHooks, RunBatch
+from hvdlab.collectives.engine.entries import CompletionHooks, Entry, RunBatch
 from hvdlab.collectives.engine.executor import Executor, PlaneSlot
-from hvdlab.collectives.engine.requests import Result
-from hvdlab.collectives.planes.base import HOST, KeyValue, PhaseTimes, PlaneContext, ScopedStore
+from hvdlab.collectives.engine.requests import Request, Result
+from hvdlab.collectives.planes.base import (
+    HOST,
+    Completion,
+    KeyValue,
+    PendingCompletion,
+    PhaseTimes,
+    PlaneAborted,
+    PlaneContext,
+    ScopedStore,
+)
 from hvdlab.collectives.planes.host import LocalPlane
+from hvdlab.collectives.types import OpKind
 from support.patience import PATIENCE
 
 
@@ -130,3 +140,61 @@ def test_abandoned_thread_in_users_code_delays_no_generation(executor: Executor)
     finally:
         go_on.set()
         control.join()
+
+
+class LatePlane(LocalPlane):
+    """Plane whose barriers end when the test says so, as operations of GPUs do."""
+
+    def __init__(self, context: PlaneContext) -> None:
+        super().__init__(context)
+        self.completion = PendingCompletion()
+
+    def start_barrier(self, phases: PhaseTimes) -> Completion:  # type: ignore[override]  # planes of the host end at once
+        return self.completion
+
+
+class EndedEntry(Entry):
+    """Entry that keeps its end."""
+
+    __slots__ = ("error",)
+
+    def __init__(self) -> None:
+        super().__init__(Request(OpKind.BARRIER, "end"), "here", 0)
+        self.generation = 1
+        self.error: Exception | None = None
+
+    def complete(self, result: Result | None, error: Exception | None) -> None:
+        self.error = self.error or error
+
+
+def begin_late(executor: Executor) -> tuple[PlaneSlot, LatePlane]:
+    """Begin a barrier that ends late."""
+    slot = add_failing_plane(executor, EndingStore())
+    plane = slot.plane = LatePlane(slot.context)
+    executor.enqueue(RunBatch(0, 1, 0, 0, (EndedEntry(),), ()))
+    executor.run_pending()
+    assert slot.under_way == 1
+    return slot, plane
+
+
+def test_entries_fail_once_no_aborted_operation_is_under_way(executor: Executor) -> None:
+    _, plane = begin_late(executor)
+    entry, other, failure = EndedEntry(), EndedEntry(), RuntimeError("the generation has ended")
+    other.request.process_set = 1
+    assert len(executor.abort(0, 1)) == 1
+    executor.fail(entry, failure)
+    executor.fail(other, failure)
+    assert (entry.error, other.error) == (None, failure), "a GPU may write to the tensors of its process set"
+    plane.completion.end(PlaneAborted())
+    assert entry.error is failure
+
+
+def test_entries_fail_where_an_aborted_operation_does_not_end(executor: Executor) -> None:
+    _, plane = begin_late(executor)
+    entry, failure = EndedEntry(), RuntimeError("the generation has ended")
+    ((queue, slot),) = executor.abort(0, 1)
+    executor.fail(entry, failure)
+    executor.abandon(queue, slot)  # as the control thread does after a limit
+    assert entry.error is failure
+    assert executor.queue is queue, "no thread is stuck in it"
+    plane.completion.end(PlaneAborted())

@@ -189,7 +189,7 @@ def test_what_a_cell_wrote_while_nobody_was_there_is_shown_to_who_comes_next(
 
     with Pool.attach("mine", show=show) as pool:
         (run,) = pool.resumed
-        assert pool.client.recording.label(run.cell) == "[7] of the notebook before"
+        assert pool.client.recording.labels[run.cell] == "[7] of the notebook before"
         doors(1)
         results = run.wait(60)
         assert [results[rank] for rank in (0, 1)] == [0, 1]

@@ -16,7 +16,7 @@ from hvdlab.collectives.tracing.record_format import Span, decode
 from hvdlab.collectives.tracing.recording import Recording
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.runner.check_trace import check, load
-from support.patience import PATIENCE
+from support.patience import PATIENCE, eventually
 
 SETUP = """\
 import numpy as np
@@ -67,8 +67,11 @@ def test_ranks_that_did_not_answer_are_named(pool: Pool, tmp_path: Path) -> None
     assert not pool.run("hvd.allreduce(np.ones(3), 'here')").errors
     assert pool.client.gathered(PATIENCE).silent == ()
     stopped = pool.status()[1].pid
+    threads = Path(f"/proc/{stopped}/task")
     os.kill(stopped, signal.SIGSTOP)
     try:
+        # The thread that gets the signal stops the others, and one of them could answer before.
+        eventually(lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir()))
         assert 1 in pool.trace().attrs["silent"]
         assert 1 in pool.metrics().attrs["silent"]
         pool.save_trace(tmp_path / "t.json")

@@ -356,15 +356,11 @@ def test_a_debugger_on_a_thread_does_not_ask_while_the_main_thread_begins_to_han
 
 
 def test_question_interrupted_before_it_is_sent_is_not_asked_again() -> None:
-    class Engine:
-        def pause(self, reason: str = "") -> None: ...
-        def resume(self, reason: str = "") -> None: ...
-
     def interrupt() -> bool:
         raise KeyboardInterrupt  # as the signal's handler does, at this line
 
     asked: list[object] = []
-    prompting = RankStdin(Engine(), asked.append, lambda: None, interrupt)
+    prompting = stdin_of(PromptingEngine(asked.append), interrupted=interrupt)
     prompting.cell_begins("c")
     prompting.interrupted()
     with pytest.raises(KeyboardInterrupt):

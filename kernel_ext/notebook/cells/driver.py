@@ -46,6 +46,9 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.stdin import IN_BACKGROUND, PromptDesk, Question, drive_meanwhile
 
+MOST_WAIT = 1.0
+"""Seconds of one wait. Python runs a signal's handler only when the main thread is back from its wait, and a signal that comes just before
+the thread blocks does not end that. So Ctrl-C would have no effect until a rank does something."""
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
 
@@ -156,7 +159,9 @@ class CellHandle:
         deadline = Deadline(timeout)
         with self._sigint():
             if self._thread is not None:
-                self._ended.wait(deadline.remaining())
+                while not (self._ended.is_set() or deadline.expired):
+                    left = deadline.remaining()
+                    self._ended.wait(MOST_WAIT if left is None else min(left, MOST_WAIT))
             elif self._driver.acquire(timeout=-1 if timeout is None else timeout):
                 try:
                     # After a waiter's time limit the lock is free: another thread that waits for the same
@@ -222,9 +227,10 @@ class CellHandle:
         return late or taken or event is not None
 
     def _next_event(self, *others: float | None) -> Event | None:
+        now = time.monotonic()
         limits = [t for t in (self._run.deadline, self._sink_at, *others) if t is not None]
         try:
-            return self._events.get(timeout=max(0.0, min(limits) - time.monotonic()) if limits else None)
+            return self._events.get(timeout=max(0.0, min([now + MOST_WAIT, *limits]) - now))
         except Empty:
             return None
 

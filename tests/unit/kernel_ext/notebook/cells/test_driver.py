@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
+from hvdlab.kernel_ext.notebook.cells import driver
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     DoneArrived,
     Event,
@@ -137,6 +138,44 @@ def test_a_sink_shows_what_is_due_though_no_rank_says_anything() -> None:
         assert shown.wait(PATIENCE)
         run.post(done(0), done(1))
         assert run.handle.wait(PATIENCE).ok
+
+
+def test_wait_without_events_returns_to_python_for_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C that comes just before the thread blocks is handled after the wait alone."""
+    monkeypatch.setattr(driver, "MOST_WAIT", 0.01)
+    run = Run()
+
+    class Events(SimpleQueue[Event | None]):
+        waits = 0
+
+        def get(self, block: bool = True, timeout: float | None = None) -> Event | None:
+            assert timeout is not None
+            self.waits += 1
+            if self.waits == 3:
+                run.post(done(0), done(1))
+            return super().get(block, timeout)
+
+    with patch.object(run.handle, "_events", Events()):
+        assert run.handle.wait().ok
+
+
+def test_wait_for_another_thread_returns_to_python_for_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MOST_WAIT", 0.01)
+    run = Run()
+
+    class Ended(threading.Event):
+        waits = 0
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            self.waits += 1
+            if self.waits == 3:
+                run.post(done(0), done(1))
+            return super().wait(timeout)
+
+    with patch.object(run.handle, "_ended", Ended()):
+        run.handle.drive_in_background()
+        assert run.handle.wait().ok
 
 
 def test_a_wait_that_is_too_short_can_be_repeated() -> None:

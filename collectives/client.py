@@ -612,7 +612,7 @@ class Client:
             self._calls.popleft()()
 
     def connection_ended(self, reason: str) -> None:
-        """Take note that the connection has ended, as the last thing that its thread does.
+        """Handle the end of the connection, as the last thing that its thread does.
 
         Args:
             reason: Why it has ended.

@@ -160,7 +160,7 @@ class TableView(RecordingView):
 
         Called on the view's thread as long as that serves: on another one, older traits could come after newer ones.
         """
-        with self.failures.guard("what is shown"):
+        with self.failures.guard("the view's update"):
             # Not the script and the styles, whose names begin so: they are large, and never change.
             unparented(self.send_state, [name for name in self.keys if not name.startswith("_")])
         self._draw_still()

@@ -29,7 +29,7 @@ OWN = ""
 LEASE = 75.0
 """Seconds for which a page's subscription holds. A page renews it every 20 s; browsers let hidden pages do so once a minute."""
 LONG_LEASE = 3600.0
-"""The same where no message of a page arrives while a cell runs. While ranks run one, it holds for longer."""
+"""Seconds of one where no message of a page arrives while a cell runs. While ranks run one, it holds for longer."""
 
 
 class PanelBackend(Protocol):

@@ -52,7 +52,7 @@ class _Cell:
 
 
 class OutputEngine(Protocol):
-    """The part of the engine that a rank's output needs."""
+    """Part of the engine that a rank's output needs."""
 
     @property
     def size(self) -> int:

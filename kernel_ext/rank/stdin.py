@@ -47,7 +47,7 @@ class LeftDebugger(BaseException):
 
 
 class PausableEngine(Protocol):
-    """The part of the engine that prompts and the debugger need: mail, and pauses of a rank that waits for the user."""
+    """Part of the engine that prompts and the debugger need: mail, and pauses of a rank that waits for the user."""
 
     def pause(self, reason: str = ...) -> None: ...
     def resume(self, reason: str = ...) -> None: ...

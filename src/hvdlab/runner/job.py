@@ -462,7 +462,7 @@ class ResultReceived:
 
 
 QueuedEvent = e.Event | OutputReceived | ResultReceived | HostEvent | str
-"""What other threads post to the loop; a ``str`` is one of the launcher's own lines."""
+"""News that other threads post to the loop; a ``str`` is one of the launcher's own lines."""
 
 
 class EventQueue:

@@ -106,7 +106,7 @@ class _Variables(ABC):
 
 
 class _PlainVariables(_Variables):
-    """The variables of a :class:`TensorFlowState`, and its session."""
+    """Variables of a :class:`TensorFlowState`, and its session."""
 
     def __init__(self, state: TensorFlowState) -> None:
         self._state = state
@@ -120,7 +120,7 @@ class _PlainVariables(_Variables):
 
 
 class _ModelVariables(_Variables):
-    """The variables of the model of a :class:`TensorFlowKerasState`."""
+    """Variables of the model of a :class:`TensorFlowKerasState`."""
 
     def __init__(self, state: TensorFlowKerasState) -> None:
         self._state = state
@@ -131,7 +131,7 @@ class _ModelVariables(_Variables):
 
 
 class _OptimizerVariables(_Variables):
-    """The variables of the optimizer of a :class:`TensorFlowKerasState`, which its first step makes."""
+    """Variables of the optimizer of a :class:`TensorFlowKerasState`, which its first step makes."""
 
     def __init__(self, state: TensorFlowKerasState) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""The values of a function come back from all ranks, or an error that names the rank and the reason."""
+"""Values of a function come back from all ranks, or an error that names the rank and the reason."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ class _TrainingLoader:
 
 
 class _ValidationLoader:
-    """The first batches of the data for validation as tensors, the same on each pass."""
+    """First batches of the data for validation as tensors, the same on each pass."""
 
     def __init__(self, data: Any, steps: int, objective: Objective) -> None:
         self._data, self._steps, self._objective = data, steps, objective

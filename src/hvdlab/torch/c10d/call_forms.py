@@ -1,4 +1,4 @@
-"""The forms in which the methods of a process group may be called.
+"""Forms in which the methods of a process group can be called.
 
 Torch's C++ and ``torch.distributed`` pass lists of tensors and an object of options. Torch's overloads for users also take a tensor alone, and the
 operator, the root and the limit themselves, by position or by keyword: ``group.allreduce(tensor, op=ReduceOp.MAX)``.
@@ -17,7 +17,7 @@ _ATTRIBUTES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 
 class CallForm(NamedTuple):
-    """The arguments of one of torch's methods.
+    """Arguments of one of torch's methods.
 
     Attributes:
         names: For each argument before the options, the names that torch's overloads give it.
@@ -73,7 +73,7 @@ FORMS: dict[str, CallForm] = {
     "scatter": CallForm(_LISTS, (1, 2), (_c10d.ScatterOptions,), ("root", "timeout")),
     "barrier": CallForm((), (), (_c10d.BarrierOptions,), ("timeout",)),
 }
-"""The forms of torch's methods by their names, also by those before torch 2.13."""
+"""Forms of torch's methods by their names, also by those before torch 2.13."""
 
 
 def canonical(method: str, args: Sequence[Any], named: Mapping[str, Any]) -> Sequence[Any]:

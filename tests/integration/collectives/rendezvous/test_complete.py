@@ -1,4 +1,4 @@
-"""The end of the rendezvous: all ranks wait until rank 0 has closed its store."""
+"""End of the rendezvous: all ranks wait until rank 0 has closed its store."""
 
 from __future__ import annotations
 

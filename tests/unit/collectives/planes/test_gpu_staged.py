@@ -1,4 +1,4 @@
-"""The way of CUDA tensors through the host, in one process, on a simulated GPU."""
+"""Way of CUDA tensors through the host, in one process, on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -48,6 +48,9 @@ export class KernelFeed implements IDisposable {
   private isHere = false;
   private isAway = false;
   private gone = false;
+  /** Sessions of the kernel's process that spoke last, and of the one that a restart has ended. */
+  private process: string | null = null;
+  private endedProcess: string | null = null;
   private readonly timer: number;
   private most: number;
 
@@ -185,6 +188,8 @@ export class KernelFeed implements IDisposable {
     for (const channel of this.channels.values()) {
       channel.ended = true;
       channel.liveness.connected('ended');
+      channel.store.heading = '';
+      channel.store.version++;
     }
     for (const { reject } of this.questions.values()) reject(new Error(this.trans.__('The kernel has ended')));
     this.questions.clear();
@@ -193,6 +198,7 @@ export class KernelFeed implements IDisposable {
 
   private status(_: ISessionContext, status: Kernel.Status): void {
     if (status === 'restarting' || status === 'autorestarting' || status === 'dead') {
+      this.endedProcess = this.process;
       if (this.kernel) this.wire = new SubshellChannel(this.kernel);
       this.lose();
     }
@@ -262,6 +268,10 @@ export class KernelFeed implements IDisposable {
   }
 
   private receive(_: Kernel.IKernelConnection, message: KernelMessage.IIOPubMessage): void {
+    // The process of a kernel is known by its session. Its last messages, while it ends its ranks, come after the news of its own end: without
+    // this they would show ranks that are gone as live.
+    if (message.header.session === this.endedProcess) return;
+    this.process = message.header.session;
     const content = message.content as { comm_id?: string; data?: unknown; code?: string; execution_count?: number };
     if (message.header.msg_type === 'execute_input') this.ran(content.execution_count ?? 0, content.code ?? '');
     if (content.comm_id !== STREAM) return;

@@ -16,9 +16,11 @@ function setUp() {
   const signals = ['kernelChanged', 'statusChanged', 'connectionStatusChanged'].map(name => [name, new Signal<object, unknown>(session)]);
   Object.assign(session, Object.fromEntries(signals));
   const feed = new KernelFeed(session as never, { __: (text: string) => text } as never, 1000);
-  const send = (data: object) => iopubMessage.emit({ header: { msg_type: 'comm_msg' }, content: { comm_id: STREAM, data } });
+  const send = (data: object, process = 'first process') =>
+    iopubMessage.emit({ header: { msg_type: 'comm_msg', session: process }, content: { comm_id: STREAM, data } });
+  const status = (now: string) => (session as unknown as { statusChanged: Signal<object, string> }).statusChanged.emit(now);
   feed.want(page, { pool: OWN, rows: false });
-  return { feed, channel: feed.channel(OWN), send };
+  return { feed, channel: feed.channel(OWN), send, status };
 }
 
 const RUNNING = { type: 'rows', pool: OWN, recording: 'first', heading: '1/1 ranks', ranks: [{ rank: 0, state: 'running' }] };
@@ -41,5 +43,16 @@ test('a picture of a pool that can not be reached is of the past until rows come
   assert.deepEqual([channel.liveness.standing, channel.problem], ['away', 'there is no way to it']);
   send(RUNNING);
   assert.deepEqual([channel.liveness.standing, channel.problem], ['live', '']);
+  feed.dispose();
+});
+
+test('the last messages of a kernel that is restarted show no ranks as live', () => {
+  const { feed, channel, send, status } = setUp();
+  send(RUNNING);
+  status('restarting');
+  send(RUNNING); // on its way while the kernel ended
+  assert.deepEqual([channel.liveness.standing, channel.ended, feed.here, channel.store.heading], ['ended', true, false, '']);
+  send({ ...RUNNING, recording: 'second' }, 'second process');
+  assert.deepEqual([channel.liveness.standing, feed.here], ['live', true]);
   feed.dispose();
 });

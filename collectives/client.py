@@ -629,7 +629,7 @@ class Client:
             for callback in callbacks:
                 self._invoke(callback, reason)
 
-    def take_message(self, message: m.ToPeer) -> None:
+    def handle_message(self, message: m.ToPeer) -> None:
         """Handle a message of the coordinator."""
         if isinstance(message, m.Mail) and message.topic == m.COLLECTED:
             with self._changed:
@@ -877,7 +877,7 @@ class ClientConnection:
             if isinstance(message, m.Ping):
                 self._endpoint.send(m.Pong(message.number, time.monotonic_ns()))
             else:
-                self._client.take_message(message)
+                self._client.handle_message(message)
 
     def _linger(self) -> None:
         """Wait until the messages sent before close() have gone out, for a second at most."""

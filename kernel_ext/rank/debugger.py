@@ -343,8 +343,8 @@ class DebugServer:
 
     # -- the server's thread --------------------------------------------------------------------------------------
 
-    def take(self, message: bytes) -> None:
-        """Take a message of debugpy's server, and send it to the frontend."""
+    def handle_message(self, message: bytes) -> None:
+        """Handle a message of debugpy's server, and send it to the frontend."""
         said = json.loads(message)
         event = said.get("event") if said.get("type") == "event" else ""
         thread = (said.get("body") or {}).get("threadId", 0)
@@ -414,7 +414,9 @@ class DebugServer:
         self._server.go_on()
         for thread in self._stopped & {self._main} if self._server.waiting() else self._stopped:
             body = {"threadId": thread, "allThreadsContinued": False}
-            self.take(json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode())
+            self.handle_message(
+                json.dumps({"type": "event", "seq": 0, "event": "continued", "body": body}).encode()
+            )
 
 
 def _adapted(message: bytes) -> bytes:
@@ -472,7 +474,7 @@ class _Server:
     """debugpy's server in this process, at the other end of a pair of sockets.
 
     Args:
-        owner: Takes each message that the server sends.
+        owner: Handles each message that the server sends.
     """
 
     def __init__(self, owner: DebugServer) -> None:
@@ -552,7 +554,7 @@ class _Server:
         with contextlib.suppress(OSError, FramingError):
             while data := self._mine.recv(1 << 16):
                 for message in unframer.feed(data):
-                    owner.take(message)
+                    owner.handle_message(message)
 
     def send(self, message: bytes) -> None:
         with contextlib.suppress(OSError):

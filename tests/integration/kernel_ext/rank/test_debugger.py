@@ -86,19 +86,19 @@ def server(pauses: list[bool]) -> DebugServer:
     # Without debugpy there is nothing to call on the main thread.
     server = DebugServer(StoppedEngine(pauses), cast(asyncio.AbstractEventLoop, None), CellCompiler())
     server._session = 1
-    server.take(event("stopped", 1))
+    server.handle_message(event("stopped", 1))
     return server
 
 
 def test_thread_that_goes_on_while_another_stops_is_not_stopped(server: DebugServer) -> None:
-    server._lock = cast(Any, MeanwhileLock(lambda: server.take(event("continued", 1))))
-    server.take(event("stopped", 2))
-    server.take(event("continued", 2))
+    server._lock = cast(Any, MeanwhileLock(lambda: server.handle_message(event("continued", 1))))
+    server.handle_message(event("stopped", 2))
+    server.handle_message(event("continued", 2))
     assert not server.stopped
 
 
 def test_stop_reported_as_its_session_ends_pauses_nothing(server: DebugServer, pauses: list[bool]) -> None:
     server._lock = cast(Any, MeanwhileLock(server._end))
-    server.take(event("stopped", 2))
+    server.handle_message(event("stopped", 2))
     assert not server.stopped
     assert pauses == [True, False]

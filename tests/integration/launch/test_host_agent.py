@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -17,9 +18,9 @@ import pytest
 
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.launch.host_agent import wire, zygote_process
-from hvdlab.launch.host_agent.agent import BACKLOG
+from hvdlab.launch.host_agent.agent import BACKLOG, Agent
 from hvdlab.launch.host_agent.connection import agent_command
-from hvdlab.launch.host_agent.rank_process import Child
+from hvdlab.launch.host_agent.rank_process import Child, spawn
 from hvdlab.launch.host_agent.zygote import LARGEST, Zygote
 from hvdlab.launch.host_agent.zygote_process import DESCRIPTORS
 from support.effort import examples
@@ -156,6 +157,32 @@ def test_agent_that_held_output_up_keeps_ranks_started_meanwhile(agent: Ordered)
     assert isinstance(agent.report(), wire.RankStarted)
     ends(agent, 0)
     ends(agent, 1)
+
+
+def test_output_that_is_due_as_the_rank_is_reaped_is_not_read_from_its_closed_pipe() -> None:
+    # A process that left the group keeps the pipe open. Its output and the rank's end become known in one round.
+    command = b"(setsid sh -c 'trap : TERM; echo $$; sleep 1000') & wait"
+    orders, reports = os.pipe(), os.pipe()
+    agent = Agent(orders[0], reports[1], -1)
+    child = spawn(wire.Start((b"sh", b"-c", command), b"/", {}), wire.RankSpec(0, {}), -1)
+    pipes = list(child.pipes)
+    agent._watch(child)
+    line = b""
+    while not line.endswith(b"\n"):
+        select.select(pipes[:1], [], [], PATIENCE)
+        line = os.read(pipes[0], 100)
+    escaped = int(line)
+    try:
+        child.signal(signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        agent._reap_children()
+        for pipe in pipes:
+            assert not agent._read_output(child, pipe)
+    finally:
+        os.kill(escaped, signal.SIGKILL)
+        agent._selector.close()
+        for descriptor in (*orders, *reports):
+            os.close(descriptor)
 
 
 def test_whatever_is_ordered_the_agent_reports_and_goes_on(agent: Ordered) -> None:

@@ -124,7 +124,12 @@ def test_rank_0_reads_what_is_piped_in(launcher) -> None:
 
 
 def test_a_timeline(launcher) -> None:
-    ran = launcher.python(2, ALLREDUCE, flags=("--timeline-filename", "t.json"))
+    # A file holds what all ranks have recorded by rank 0's end, at which rank 1 can be in the middle of the allreduce.
+    script = (
+        ALLREDUCE
+        + "    import time\n    while engine.rank == 0 and len(engine.living) > 1: time.sleep(0.01)\n"
+    )
+    ran = launcher.python(2, script, flags=("--timeline-filename", "t.json"))
     assert ran.code == 0, ran.err
     assert main(["trace", "check", str(launcher.directory / "t.json")]) == 0
     events = json.loads((launcher.directory / "t.json").read_text())

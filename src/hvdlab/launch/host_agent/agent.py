@@ -424,10 +424,13 @@ class Agent:
         if data:
             self._send(wire.RankOutput(child.rank, child.pipes[fd], data))
             return True
-        self._selector_drop(fd)
-        del child.pipes[fd]
-        os.close(fd)
+        self._close_output(child, fd)
         return False
+
+    def _close_output(self, child: Child, fd: int) -> None:
+        self._selector_drop(fd)
+        del child.pipes[fd]  # an event of this pipe can be behind the present one in the same round
+        os.close(fd)
 
     def _selector_drop(self, fd: int) -> None:
         if fd in self._selector.get_map():
@@ -476,11 +479,10 @@ class Agent:
         for fd in list(child.pipes):
             while self._read_output(child, fd):
                 pass
-        for fd in child.pipes:
-            # A pipe that has not ended is kept open by a process that left the rank's group; the rank's end
-            # does not wait for that.
-            self._selector_drop(fd)
-            os.close(fd)
+        for fd in list(child.pipes):
+            # A pipe that has not ended is kept open by a process that left the rank's group, or is about to die by the
+            # signal; the rank's end does not wait for that.
+            self._close_output(child, fd)
         for piece in child.result():
             self._send(wire.ResultPiece(child.rank, piece))
         # Last: the launcher forgets the rank with this message, and disowns later ones.

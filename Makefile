@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine that has Python 3.11 or newer and make:
 #   make demo   trains the quickstart notebook on four ranks
-#   make test   lints, type checks and tests
+#   make test   lints, type checks and tests; make test-system tests whole notebooks, browsers and hosts
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +23,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Modules with a test that runs alone: to collect all others once more takes a quarter of a minute.
 ALONE = $(shell grep -rl 'mark\.alone' tests --include='test_*.py')
 
-.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next gpu test-gpu test-engines mxnet engines intel-mpi monarch clean
+.PHONY: help install demo lab test quick house lint types mypy pyright unit unit-root test-system timings views rebuilt audit soak chaos hours kills bench figures tables docs tutorial pictures lock test-numpy test-newest torch-next gpu test-gpu test-engines mxnet engines intel-mpi monarch clean
 
 help: ## this list
 	@grep -hE '^[a-z][a-z -]*:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,7 +46,7 @@ demo: $(INSTALLED) ## run examples/quickstart.ipynb on 4 ranks, with progress
 lab: $(INSTALLED) ## open JupyterLab on the executed quickstart
 	$(BIN)/jupyter lab $(wildcard out/quickstart.ipynb) $(if $(wildcard out/quickstart.ipynb),,examples/quickstart.ipynb)
 
-test: lint types unit ## linters, type checkers and all tests but the long ones; CI runs more (docs/design/testing.md)
+test: lint types unit ## linters, type checkers and the tests of all parts; CI runs more (docs/design/testing.md)
 
 lint: $(INSTALLED) ## ruff, and the imports between rooms
 	$(BIN)/ruff check .
@@ -65,9 +65,12 @@ types: $(INSTALLED) ## mypy and pyright, side by side
 mypy pyright: $(INSTALLED) ## one of the type checkers
 	$(BIN)/$@
 
-unit: $(INSTALLED) house ## all tests but the long ones; PYTEST_ARGS goes to pytest
-	$(BIN)/python -m pytest -m "not soak and not alone" -n $(WORKERS) --junitxml out/junit.xml $(PYTEST_ARGS)
+unit: $(INSTALLED) house ## the tests of all parts, on real ranks and planes, but the long ones; PYTEST_ARGS goes to pytest
+	$(BIN)/python -m pytest -m "not system and not soak and not alone" -n $(WORKERS) --junitxml out/junit.xml $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -m "alone and not soak" --junitxml out/junit-alone.xml $(or $(PYTEST_ARGS),$(ALONE))
+
+test-system: $(INSTALLED) ## the tests of the whole: notebooks, browsers, hosts, examples, and short campaigns of faults
+	$(BIN)/python -m pytest -m "system and not soak and not alone" -n $(WORKERS) --junitxml out/junit-system.xml $(PYTEST_ARGS)
 
 timings: $(INSTALLED) ## commit how long each group of tests took in the last run here: it orders the first run of a clean clone
 	$(BIN)/python tests/support/scheduling.py

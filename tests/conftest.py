@@ -174,8 +174,12 @@ def pytest_configure_node(node: WorkerController) -> None:
     node.workerinput["group_seconds"] = node.config.stash[_TIMINGS].groups
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves tests out by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let the long groups begin."""
+    """Mark the tests of whole systems, and let the long groups begin."""
+    for item in items:
+        if scheduling.is_system_test(item.nodeid):
+            item.add_marker("system")
     timings = config.stash[_TIMINGS]
     items.sort(key=lambda item: timings.order(scheduling.group_of(item.nodeid)))
 

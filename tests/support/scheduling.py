@@ -25,6 +25,9 @@ TOGETHER = ("system/browser", "integration/tensorflow")
 """Folders that are a group each: several browsers at once would leave nothing of two cores for what they look at, and TensorFlow
 costs seconds of CPU for each process that imports it."""
 
+SYSTEM = re.compile(r"(chaos|system)/(?!repository/)")
+"""Folders whose tests drive whole notebooks, browsers, networks of hosts and campaigns of faults: they are marked ``system``."""
+
 RESIDENT = {
     "conformance/planes": re.compile(r"\[([a-z-]+-\d+)"),
     "integration/torch": re.compile(r"\[(\d+)"),
@@ -57,6 +60,11 @@ def group_of(name: str) -> str:
         return folder
     shared = RESIDENT[folder].search(name) if folder in RESIDENT else None
     return f"{folder} {shared[1]}" if shared else module
+
+
+def is_system_test(name: str) -> bool:
+    """Return whether the test of this name is one of `SYSTEM`, which ``make test-system`` runs."""
+    return SYSTEM.match(module_of(name)) is not None
 
 
 class Timings:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support import scheduling
-from support.scheduling import Timings, group_of
+from support.scheduling import Timings, group_of, is_system_test
 
 TESTS = Path(__file__).parents[2]
 MODULE = """
@@ -33,6 +33,19 @@ def test_it(n): time.sleep({seconds})
 )
 def test_a_group_is_a_module_unless_resources_span_modules(name: str, group: str) -> None:
     assert group_of(name) == group
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("tests/system/browser/test_panel.py::test_it", True),
+        ("tests/chaos/test_campaign.py::test_it[shm]", True),
+        ("tests/system/repository/test_house.py::test_it", False),
+        ("tests/integration/magics/test_system.py::test_it", False),
+    ],
+)
+def test_tests_of_whole_notebooks_and_campaigns_are_system_tests(name: str, whole: bool) -> None:
+    assert is_system_test(name) is whole
 
 
 def test_long_groups_come_first_and_short_ones_after_unknown_ones() -> None:

@@ -21,6 +21,10 @@ raised, our hook requests the interrupt again.
 Where a framework's native code has called the guarded code in the middle of its own work, such as DDP in a backward pass, an
 exception would leave that work half done for all later cells. The interrupt is held there: the engine withdraws what the
 native code waits for, so that it ends by itself, and the interrupt is requested again until it can be raised.
+
+A cell's own calls send messages to the coordinator on the main thread. An exception between the removal of messages from
+their queue and the end of the system call would lose them, or cut the stream in the middle of a frame. So an interrupt
+in :meth:`LockedState.flush`, which never blocks, is requested again until that has returned.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from types import CodeType, FrameType, coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.bindings.framework_hooks import must_return
+from hvdlab.collectives.engine.locked_state import LockedState
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -293,6 +298,9 @@ class InterruptDelivery:
         if not self._running:
             return  # a rank without a cell has nothing to interrupt, and its loop must live
         if _is_on_stack(frame, self._guarded):
+            if _is_on_stack(frame, [_FLUSH]):
+                self._repeat()
+                return
             if frame is not None and self._is_to_be_held(frame):
                 self._engine.hold_interrupt()
                 self._repeat()
@@ -332,6 +340,7 @@ class InterruptDelivery:
             self._changed.notify_all()
 
 
+_FLUSH = LockedState.flush.__code__
 _HOOK, _REPEAT = InterruptDelivery._on_unraisable.__code__, InterruptDelivery._repeat.__code__
 
 

@@ -251,6 +251,35 @@ FINALIZERS = {
 }
 
 
+MESSAGES = """
+    import signal, time
+    from types import SimpleNamespace
+    from hvdlab.collectives.engine.entries import CompletionHooks
+    from hvdlab.collectives.engine.locked_state import LockedState
+    from hvdlab.collectives.protocol.messages import Ping
+
+    class Endpoint:
+        backlog, sent = 0, []
+        def send_all(self, messages):
+            signal.raise_signal(signal.SIGINT)
+            self.sent += messages
+            return True
+
+    control = SimpleNamespace(wake=lambda: None)
+    state = LockedState(0, Endpoint(), control, CompletionHooks(0, control))
+    state.queue_message(Ping(1))
+    try:
+        state.flush()
+        time.sleep(3600)
+    except KeyboardInterrupt:
+        print(Endpoint.sent, state._update_in_progress)
+"""
+
+
+def test_an_interrupt_while_messages_are_sent_waits_until_they_are(rank: Rank) -> None:
+    assert rank.run(textwrap.dedent(MESSAGES)).text() == "[Ping(number=1, after_events=False)] False\n"
+
+
 @pytest.mark.parametrize("source", FINALIZERS.values(), ids=FINALIZERS)
 def test_an_interrupt_that_hits_a_finalizer_ends_the_cell_all_the_same(rank: Rank, source: str) -> None:
     """The interpreter drops a finalizer's exceptions: the rank would go on for ever."""

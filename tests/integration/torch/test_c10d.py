@@ -185,6 +185,14 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
         dist.send(ring, 1, group=group)
     elif rank == 1:
         dist.recv(ring, 0, group=group)
+    own = group or dist.group.WORLD
+    assert own is not None
+    named = torch.zeros(1)
+    if rank == 0:
+        own.send([torch.ones(1)], dstRank=1, tag=3).wait()
+    elif rank == 1:
+        own.recv([named], srcRank=0, tag=3).wait()
+        assert named.item() == 1
     return [first, second, ring]
 
 

@@ -655,11 +655,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- point to point -----------------------------------------------------------------------------------------------
 
-    def send(self, tensors: Any, target: int, tag: int = 0) -> HvdlabWork:
-        return self._messages.send(tensors, target, tag)
+    # The arguments have torch's names, by which users pass them.
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> HvdlabWork:
-        return self._messages.receive(tensors, source, tag)
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> HvdlabWork:
+        return self._messages.send(tensors, dstRank, tag)
+
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> HvdlabWork:
+        return self._messages.receive(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> HvdlabWork:
         return self._messages.receive_from_any(tensors, tag)

@@ -594,20 +594,20 @@ class WatchedGroup(HvdlabProcessGroup):
             return super()._end_coalescing(device)
         return self._ready("coalescing").inner.group._end_coalescing(device)  # type: ignore[union-attr]
 
-    def send(self, tensors: Any, target: int, tag: int = 0) -> Any:
+    def send(self, tensors: Any, dstRank: int, tag: int = 0) -> Any:
         if not self.is_watched(first(tensors), None):
-            return super().send(tensors, target, tag)
-        self._messages.require_sound("send", tensors, target, tag)
+            return super().send(tensors, dstRank, tag)
+        self._messages.require_sound("send", tensors, dstRank, tag)
         return self.launch(
-            "send", "send", first(tensors), f"{self.rank()}>{target}.{tag}", (tensors, target, tag), {}
+            "send", "send", first(tensors), f"{self.rank()}>{dstRank}.{tag}", (tensors, dstRank, tag), {}
         )
 
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Any, srcRank: int, tag: int = 0) -> Any:
         if not self.is_watched(first(tensors), None):
-            return super().recv(tensors, source, tag)
-        self._messages.require_sound("recv", tensors, source, tag)
+            return super().recv(tensors, srcRank, tag)
+        self._messages.require_sound("recv", tensors, srcRank, tag)
         return self.launch(
-            "recv", "recv", first(tensors), f"{source}>{self.rank()}.{tag}", (tensors, source, tag), {}
+            "recv", "recv", first(tensors), f"{srcRank}>{self.rank()}.{tag}", (tensors, srcRank, tag), {}
         )
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:

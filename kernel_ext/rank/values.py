@@ -7,6 +7,7 @@ an array that is being read in place.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -255,7 +256,8 @@ class OutgoingTransfers:
             self._transfers.pop(number, None)
             transfer.buffer.free()
         else:
-            self._loop.call_soon_threadsafe(_resolve, transfer.released)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the rank is ending
+                self._loop.call_soon_threadsafe(_resolve, transfer.released)
 
 
 def _resolve(future: asyncio.Future[None] | None) -> None:

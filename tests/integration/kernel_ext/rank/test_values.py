@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import threading
 from collections import deque
@@ -360,6 +361,15 @@ def test_chunk_of_a_snapshot_outlives_a_pull_beside_it(rank: Rank) -> None:
         reader.read(known, memoryview(target))
         assert target == b"known"
     transfers.release(1)
+
+
+def test_a_transfer_is_released_by_the_control_thread_after_the_end_of_the_ranks_loop() -> None:
+    loop = asyncio.new_event_loop()
+    transfers = OutgoingTransfers(loop)
+    transfers.offer(Value(2, (None,), ("",), (5,)), [memoryview(b"value")])
+    loop.close()
+    transfers.release(2)
+    transfers.release_all()
 
 
 def test_a_large_value_is_brought_in_pieces(rank: Rank) -> None:

@@ -498,7 +498,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable("HOROVOD_CYCLE_TIME", MILLISECONDS, _C, "0", "flush delay: how long what is ready is held for more to fuse with it (small collectives that a rank waits for may go [another way](../design/overview.md#the-direct-way)); 0 executes at once, which is quickest unless an application submits very many tensors slowly", "flush_delay"),
     EnvironmentVariable("HOROVOD_DISABLE_GROUP_FUSION", FLAG, _C, "0", "1 fuses the tensors of a `grouped_*` call with each other only", "separate_groups"),
     EnvironmentVariable("HOROVOD_CACHE_CAPACITY", COUNT, _R, "4096", "tensors (name, shape, type, operation, call site) that ranks and coordinator remember, so that they are announced by number; the longest unused makes room", "cache_capacity"),
-    EnvironmentVariable("HVDLAB_SCHEDULING_CREDIT", BYTES, _C, "4194304", "bytes of tensors [with a priority](../how-to/kvstore.md#priorities) that ranks execute at a time, before the coordinator chooses the most urgent of the others; 0 chooses none, but executes in the order of becoming ready", "scheduling_credit"),
+    EnvironmentVariable("HVDLAB_SCHEDULING_CREDIT", BYTES, _C, "4194304", "bytes of tensors [with a priority](../how-to/priorities.md) that ranks execute at a time, before the coordinator chooses the most urgent of the others; 0 chooses none, but executes in the order of becoming ready", "scheduling_credit"),
     # -- stalls ---------------------------------------------------------------------------------------------------
     EnvironmentVariable("HOROVOD_STALL_CHECK_DISABLE", FLAG, _C, "0", "1 neither reports nor ends collectives that wait for ranks", "stall_disable"),
     EnvironmentVariable("HOROVOD_STALL_CHECK_TIME_SECONDS", SECONDS, _C, "10", "after how long, and how often, a collective that waits for ranks is reported; 0 never", "stall_seconds"),
@@ -516,10 +516,10 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable("HVDLAB_START_TIMEOUT", SECONDS, _R, "60", "how long `hvd.init()` waits for all ranks", "start_timeout"),
     EnvironmentVariable("HOROVOD_GLOO_TIMEOUT_SECONDS", SECONDS, _R, "60", "the same, if `HVDLAB_START_TIMEOUT` is unset", "start_timeout"),
     # -- key-value stores -----------------------------------------------------------------------------------------
-    EnvironmentVariable("HVDLAB_KV_OPTIMIZERS", MODULES, _R, "-", "modules, with commas between them, that parameter servers import, so that they have the [optimizers of your own](../how-to/kvstore.md#optimizers-of-your-own-on-servers) which these register", "kv_optimizers"),
-    EnvironmentVariable("HVDLAB_KV_SERVERS", POSITIVE, _R, "1", "processes on each host that keep the values of [key-value stores](../how-to/kvstore.md#servers) which need servers", "kv_servers"),
+    EnvironmentVariable("HVDLAB_KV_OPTIMIZERS", MODULES, _R, "-", "modules, with commas between them, that parameter servers import, so that they have the [optimizers of your own](../how-to/parameter-servers.md#bring-your-own-optimizer) which these register", "kv_optimizers"),
+    EnvironmentVariable("HVDLAB_KV_SERVERS", POSITIVE, _R, "1", "processes on each host that keep the values of [key-value stores](../how-to/parameter-servers.md) which need servers", "kv_servers"),
     EnvironmentVariable("MXNET_KVSTORE_BIGARRAY_BOUND", COUNT, _R, "1000000", "elements from which on a key is spread over all servers", "kv_bigarray_bound"),
-    EnvironmentVariable("BYTEPS_PARTITION_BYTES", POSITIVE, _R, "4096000", "bytes of the parts in which [`pushpull_async`](../how-to/kvstore.md#priorities) sums a large array, so that a more urgent one can go between them; equal on all ranks", "kv_partition_bytes"),
+    EnvironmentVariable("BYTEPS_PARTITION_BYTES", POSITIVE, _R, "4096000", "bytes of the parts in which [`pushpull_async`](../how-to/priorities.md) sums a large array, so that a more urgent one can go between them; equal on all ranks", "kv_partition_bytes"),
     # -- elastic training -----------------------------------------------------------------------------------------
     EnvironmentVariable("HOROVOD_ELASTIC_TIMEOUT", SECONDS, _R, "600", "[elastic training](../how-to/elastic.md): how long ranks wait for each other, and for enough of them, after one was lost; and how long a rank that comes back waits to be let in", "elastic_timeout"),
     EnvironmentVariable("HVDLAB_MIN_NP", POSITIVE, _R, "1", "ranks that elastic training needs to go on; `hvdlab run --min-np` sets it", "min_np"),

@@ -544,7 +544,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable("HVDLAB_OUTPUT_SHOWN", BYTES, _P, "4194304", "characters of a cell's [output](../how-to/large-output.md) that are shown, an equal share for each rank; 0 shows all"),
     EnvironmentVariable("HVDLAB_OUTPUT_KEPT", BYTES, _P, "2147483648", "bytes of its cells' output that a pool keeps in files, for [`%hvd_output`](magics.md); 0 makes no files"),
     EnvironmentVariable("HVDLAB_OUTPUT_HOLD", SECONDS, _P, "0.25", "how long a line of a cell's [output](../how-to/large-output.md) waits for the same line of the other ranks, before it is shown without them; may be set at any time"),
-    EnvironmentVariable("HVDLAB_STRIP", FLAG, _P, "1", "0 shows no [live strip](../how-to/watch.md#the-strip-under-a-running-cell) under cells that run in a notebook; may be set at any time"),
+    EnvironmentVariable("HVDLAB_STRIP", FLAG, _P, "1", "0 shows no [live strip](views.md#the-strip-under-a-running-cell) under cells that run in a notebook; may be set at any time"),
     # -- seeing ---------------------------------------------------------------------------------------------------
     EnvironmentVariable("HOROVOD_TIMELINE", FILE, _R, "-", "file to which rank 0 writes a [timeline](trace.md) from `hvd.init()` on", "timeline"),
     EnvironmentVariable("HOROVOD_TIMELINE_MARK_CYCLES", FLAG, _R, "0", "1 also marks each of the coordinator's decisions", "mark_cycles"),

@@ -38,7 +38,7 @@ What is set takes effect where the attribute is used next: on a distributed opti
 a `tf.function` is traced next. An optimizer of torch refuses a change between a backward pass and its `step()`.
 
 The estimators of Spark are not here, nor the executors of Ray and what needs MXNet, since these are not installed where the page is made. Estimators
-have a parameter for each of Horovod's names, with its `get…` and `set…`: [Spark](../how-to/spark.md).
+have a parameter for each of Horovod's names, with its `get…` and `set…`: [Spark](../how-to/spark-estimators.md).
 """
 
 

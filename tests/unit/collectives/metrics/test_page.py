@@ -24,14 +24,14 @@ def test_the_reference_has_the_names_that_ranks_record() -> None:
 
 
 def test_the_guide_has_the_exporters_and_their_limit() -> None:
-    page = (DOCS / "how-to" / "metrics.md").read_text()
+    page = (DOCS / "how-to" / "export-metrics.md").read_text()
     told = set(re.findall(r"^\| `(\w+)\(", page, re.MULTILINE))
     assert told == set(exporters.__all__) - {"Export", "Exporter", "Point"}
     assert f"up to {MOST_WAITING:,} points wait" in page
 
 
 def test_the_exporter_of_the_guide_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (DOCS / "how-to" / "metrics.md").read_text()
+    page = (DOCS / "how-to" / "export-metrics.md").read_text()
     (block,) = [
         code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Printer" in code
     ]
@@ -42,7 +42,7 @@ def test_the_exporter_of_the_guide_is_one(capsys: pytest.CaptureFixture[str]) ->
         def export(exporter: Any, names: str) -> None:
             made.append(Export(exporter, [names]))
 
-    exec(compile(block, "metrics.md", "exec"), {"hvd": Hvd})  # noqa: S102  (the page's code)
+    exec(compile(block, "export-metrics.md", "exec"), {"hvd": Hvd})  # noqa: S102  (the page's code)
     made[0].put([Point(3, "loss", 0.5, 7, 1.0)])
     assert made[0].close(10)
     assert capsys.readouterr().out == "1.0 3 loss 0.5 7\nthat was all\n"

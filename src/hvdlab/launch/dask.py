@@ -209,7 +209,7 @@ def _host_name(name: str, address: str) -> str:
     return re.sub(r"[^\w.-]", "-", address.partition("://")[2] if "://" in name else name)
 
 
-class WorkerReach:
+class WorkerTransport:
     """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on workers.
 
     Args:
@@ -258,10 +258,10 @@ class DaskStarter(RoomStarter):
     ) -> None:
         super().__init__(ranks, "Dask")
         self._room, self._timeout = room, timeout
-        self._reach = WorkerReach(room)
+        self._transport = WorkerTransport(room)
         #: Rank to its worker's name, from its order to its end. Guarded by the lock.
         self._host_of: dict[int, str] = {}
-        self._exec = ExecStarter(request, self, (), reach=self._reach, python=python)
+        self._exec = ExecStarter(request, self, (), transport=self._transport, python=python)
 
     # -- any thread ---------------------------------------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class DaskStarter(RoomStarter):
         self, by_host: Mapping[str, list[int]], workers: Mapping[str, DaskWorker], size: int
     ) -> None:
         """Start waiting ranks by the agents of their workers. The lock is held."""
-        self._reach.known = workers
+        self._transport.known = workers
         for host, those in by_host.items():
             self._exec.start_on(host, those, size)
             # Only now: ranks that could not be started still wait, and are withdrawn with the reason.

@@ -23,7 +23,7 @@ from hvdlab.launch.forkserver.messages import (
     Loaded,
     Signal,
 )
-from hvdlab.launch.host_agent.connection import ShellReach
+from hvdlab.launch.host_agent.connection import ShellTransport
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import LOCALHOST, Host
 from hvdlab.launch.options import Option
@@ -68,7 +68,7 @@ class LocalLauncher:
         """
         if request.program is not None:
             here = [Host(LOCALHOST, request.size)]
-            return ExecStarter(request, ranks, here, reach=ShellReach(), python=default_python())
+            return ExecStarter(request, ranks, here, transport=ShellTransport(), python=default_python())
         if request.fork_server is None:
             raise InvalidRequestError("the launcher `local` forks ranks, and this job has no fork server.")
         return LocalStarter(request.fork_server, request.world, ranks)

@@ -26,7 +26,7 @@ from hvdlab.collectives.settings import TOKEN, TOKEN_FILE, common, thread_counts
 from hvdlab.collectives.system import HostPosition, host_key
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.launch.command import default_python, excluded_by_user
-from hvdlab.launch.host_agent.connection import ShellReach, remote_command
+from hvdlab.launch.host_agent.connection import ShellTransport, remote_command
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import LOCALHOST, Host, assign, is_local, parse_hosts
 from hvdlab.launch.options import Option, OptionKind
@@ -263,7 +263,7 @@ class MpiStarter:
         job = LaunchRequest(request.world, request.client, program=program, size=1)
         self._size = size
         self._exec = ExecStarter(
-            job, self, here, reach=ShellReach(), python=default_python(), launches_ranks=False
+            job, self, here, transport=ShellTransport(), python=default_python(), launches_ranks=False
         )
         self._exec.start((0,), 1)
 

@@ -170,7 +170,7 @@ ENDED_WITHIN = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class StepReach:
+class StepTransport:
     """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by steps of a job.
 
     Attributes:
@@ -383,21 +383,21 @@ class SlurmStarter(RoomStarter):
 
     def _begin(self, job: SlurmAllocation, nodes: list[Host]) -> None:
         """Start the ranks that wait, since the job has its nodes."""
-        reach = StepReach(job.id, self._slurm, self._step)
+        transport = StepTransport(job.id, self._slurm, self._step)
         failed = ENDED_WITH_JOB
         with self._changed:
             # close() sets this under the same lock: ranks are either placed before, and ended by its second
             # _close_placed(), or not at all.
             if not self._closing.is_set():
-                failed = self._place_waiting(nodes, reach)
+                failed = self._place_waiting(nodes, transport)
             left = list(self._waiting)
         self._withdraw(left, failed)
 
-    def _place_waiting(self, nodes: Sequence[Host], reach: StepReach) -> str:
+    def _place_waiting(self, nodes: Sequence[Host], transport: StepTransport) -> str:
         """Start the ranks that wait. Returns why some were not started. The lock is held."""
         self._nodes = tuple(nodes)
         self._room = sum(node.slots for node in nodes)
-        self._exec = ExecStarter(self._request, self, nodes, reach=reach, python=self._python)
+        self._exec = ExecStarter(self._request, self, nodes, transport=transport, python=self._python)
         try:
             for size, ranks in by_size(self._waiting).items():
                 self._place(ranks, size)

@@ -8,7 +8,7 @@ from typing import cast
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch.command import default_python
-from hvdlab.launch.host_agent.connection import ShellReach
+from hvdlab.launch.host_agent.connection import ShellTransport
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import assign, is_local, parse_hosts
 from hvdlab.launch.options import Option, OptionKind
@@ -64,6 +64,6 @@ class SshLauncher:
             request,
             ranks,
             hosts,
-            reach=ShellReach(shell, names_hosts=bool(request.options.get("host_names"))),
+            transport=ShellTransport(shell, names_hosts=bool(request.options.get("host_names"))),
             python=str(request.options.get("python") or default_python()),
         )

@@ -355,7 +355,7 @@ class RayStarter(RoomStarter):
         self._wanted_on: dict[int, str] = {}
         self._transport = NodeTransport(surroundings)
         self._exec = ExecStarter(
-            request, self, (), reach=self._transport, python="", directory=surroundings.directory
+            request, self, (), transport=self._transport, python="", directory=surroundings.directory
         )
 
     # -- any thread ---------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Listeners:
 
 
 @pytest.fixture
-def reach() -> Listeners:
+def transport() -> Listeners:
     return Listeners()
 
 
@@ -111,44 +111,46 @@ def ended() -> SimpleQueue[Ended]:
 
 
 @pytest.fixture
-def starter(reach: Listeners, ended: SimpleQueue[Ended]) -> Iterator[ExecStarter]:
+def starter(transport: Listeners, ended: SimpleQueue[Ended]) -> Iterator[ExecStarter]:
     request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
     found = ExecStarter(
-        request, SimpleNamespace(handle=ended.put), (Host("far", 4),), reach=reach, python="python"
+        request, SimpleNamespace(handle=ended.put), (Host("far", 4),), transport=transport, python="python"
     )
     yield found
     found.close(0.0)
 
 
 def test_ranks_that_come_back_one_by_one_share_the_cores_with_those_to_come(
-    starter: ExecStarter, reach: Listeners, ended: SimpleQueue[Ended]
+    starter: ExecStarter, transport: Listeners, ended: SimpleQueue[Ended]
 ) -> None:
     starter.start_on("far", (0, 1, 2, 3), 4)
-    assert reach.connected[0].first_order().threads == 4
-    reach.connected[0].lose()
+    assert transport.connected[0].first_order().threads == 4
+    transport.connected[0].lose()
     assert {ended.get(timeout=PATIENCE).rank for _ in range(4)} == {0, 1, 2, 3}
     starter.start_on("far", (2,), 4)
-    assert reach.connected[1].first_order().threads == 4
+    assert transport.connected[1].first_order().threads == 4
 
 
 def test_start_that_reaches_not_all_hosts_orders_no_rank(
-    monkeypatch: pytest.MonkeyPatch, reach: Listeners, ended: SimpleQueue[Ended]
+    monkeypatch: pytest.MonkeyPatch, transport: Listeners, ended: SimpleQueue[Ended]
 ) -> None:
-    connect = reach.connect
+    connect = transport.connect
 
     def refuse(host: str, python: str, errors: IO[bytes] | None) -> Listener:
         if host == "farther":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ssh")
         return connect(host, python, errors)
 
-    monkeypatch.setattr(reach, "connect", refuse)
+    monkeypatch.setattr(transport, "connect", refuse)
     request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
     hosts = Host("far", 1), Host("farther", 1)
-    starter = ExecStarter(request, SimpleNamespace(handle=ended.put), hosts, reach=reach, python="python")
+    starter = ExecStarter(
+        request, SimpleNamespace(handle=ended.put), hosts, transport=transport, python="python"
+    )
     with pytest.raises(StartError, match="the agent of farther could not be started"):
         starter.start((0, 1), 2)
     starter.start_on("far", (2,), 3)
-    (far,) = reach.connected
+    (far,) = transport.connected
     assert isinstance(far.next_order(), wire.Start)
     order = far.next_order()
     assert isinstance(order, wire.Spawn)
@@ -157,19 +159,19 @@ def test_start_that_reaches_not_all_hosts_orders_no_rank(
     assert [ended.get(timeout=PATIENCE).rank, ended.empty()] == [2, True]
 
 
-def test_all_ranks_that_a_host_will_have_share_its_cores(starter: ExecStarter, reach: Listeners) -> None:
+def test_all_ranks_that_a_host_will_have_share_its_cores(starter: ExecStarter, transport: Listeners) -> None:
     starter.start((0,), 4)
-    assert reach.connected[0].first_order().threads == 4
+    assert transport.connected[0].first_order().threads == 4
 
 
 def test_reports_of_ranks_that_an_agent_does_not_have_are_logged_and_the_others_heard(
     starter: ExecStarter,
-    reach: Listeners,
+    transport: Listeners,
     ended: SimpleQueue[Ended | Started],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     starter.start((0,), 1)
-    (far,) = reach.connected
+    (far,) = transport.connected
     far.report(
         wire.RankOutput(7, 1, b"x"),
         wire.ResultPiece(7, b"x"),
@@ -186,10 +188,10 @@ def test_reports_of_ranks_that_an_agent_does_not_have_are_logged_and_the_others_
 
 
 def test_an_order_that_was_not_read_ends_the_ranks_that_wait_and_no_other(
-    starter: ExecStarter, reach: Listeners, ended: SimpleQueue[Ended | Started]
+    starter: ExecStarter, transport: Listeners, ended: SimpleQueue[Ended | Started]
 ) -> None:
     starter.start((0, 1), 2)
-    (far,) = reach.connected
+    (far,) = transport.connected
     far.report(wire.RankStarted(0, 5), wire.OrderFailed("garbage", unread=True), wire.RankExited(0, 3, 0))
     assert ended.get(timeout=PATIENCE) == Started(0, 5, "far")
     waiting, ran = ended.get(timeout=PATIENCE), ended.get(timeout=PATIENCE)
@@ -200,7 +202,7 @@ def test_an_order_that_was_not_read_ends_the_ranks_that_wait_and_no_other(
 
 
 def test_a_report_that_the_observer_fails_at_does_not_end_the_starter(
-    reach: Listeners, capfd: pytest.CaptureFixture[str]
+    transport: Listeners, capfd: pytest.CaptureFixture[str]
 ) -> None:
     heard: SimpleQueue[Ended | Started] = SimpleQueue()
 
@@ -211,10 +213,10 @@ def test_a_report_that_the_observer_fails_at_does_not_end_the_starter(
 
     request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
     starter = ExecStarter(
-        request, SimpleNamespace(handle=handle), (Host("far", 4),), reach=reach, python="python"
+        request, SimpleNamespace(handle=handle), (Host("far", 4),), transport=transport, python="python"
     )
     starter.start((0,), 1)
-    reach.connected[0].report(wire.RankStarted(0, 5), wire.RankExited(0, 3, 0))
+    transport.connected[0].report(wire.RankStarted(0, 5), wire.RankExited(0, 3, 0))
     found = heard.get(timeout=PATIENCE)
     assert isinstance(found, Ended)
     assert found.code == 3
@@ -223,15 +225,19 @@ def test_a_report_that_the_observer_fails_at_does_not_end_the_starter(
 
 
 def test_whatever_an_agent_reports_each_rank_ends_once(
-    reach: Listeners, ended: SimpleQueue[Ended | Started]
+    transport: Listeners, ended: SimpleQueue[Ended | Started]
 ) -> None:
     def one(chance: random.Random) -> None:
         request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
         starter = ExecStarter(
-            request, SimpleNamespace(handle=ended.put), (Host("far", 4),), reach=reach, python="python"
+            request,
+            SimpleNamespace(handle=ended.put),
+            (Host("far", 4),),
+            transport=transport,
+            python="python",
         )
         starter.start((0, 1, 2, 3), 4)
-        far = reach.connected[-1]
+        far = transport.connected[-1]
         reports = []
         for _ in range(chance.randint(1, 20)):
             kind = chance.choice(get_args(wire.FromAgent))
@@ -250,7 +256,9 @@ def test_whatever_an_agent_reports_each_rank_ends_once(
     run(one, examples(100))
 
 
-def test_a_rank_that_the_observer_starts_at_the_end_of_the_last_one_is_waited_for(reach: Listeners) -> None:
+def test_a_rank_that_the_observer_starts_at_the_end_of_the_last_one_is_waited_for(
+    transport: Listeners,
+) -> None:
     heard: SimpleQueue[Ended | Started] = SimpleQueue()
 
     def handle(event: Ended | Started) -> None:
@@ -260,17 +268,17 @@ def test_a_rank_that_the_observer_starts_at_the_end_of_the_last_one_is_waited_fo
 
     request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
     starter = ExecStarter(
-        request, SimpleNamespace(handle=handle), (Host("far", 4),), reach=reach, python="python"
+        request, SimpleNamespace(handle=handle), (Host("far", 4),), transport=transport, python="python"
     )
     starter.start((0,), 1)
-    reach.connected[0].report(wire.RankStarted(0, 5), wire.RankExited(0, 3, 0), wire.RankStarted(1, 6))
+    transport.connected[0].report(wire.RankStarted(0, 5), wire.RankExited(0, 3, 0), wire.RankStarted(1, 6))
     assert [type(heard.get(timeout=PATIENCE)) for _ in range(3)] == [Started, Ended, Started]
     assert not starter._idle.is_set()  # close() would not wait for rank 1
     starter.close(0.0)
 
 
 def test_signal_after_the_close_writes_into_no_other_file(
-    monkeypatch: pytest.MonkeyPatch, reach: Listeners, ended: SimpleQueue[Ended]
+    monkeypatch: pytest.MonkeyPatch, transport: Listeners, ended: SimpleQueue[Ended]
 ) -> None:
     pipes: list[tuple[int, int]] = []
     pipe2 = os.pipe2
@@ -283,7 +291,11 @@ def test_signal_after_the_close_writes_into_no_other_file(
     with monkeypatch.context() as patch:
         patch.setattr(os, "pipe2", recorded)
         starter = ExecStarter(
-            request, SimpleNamespace(handle=ended.put), (Host("far", 4),), reach=reach, python="python"
+            request,
+            SimpleNamespace(handle=ended.put),
+            (Host("far", 4),),
+            transport=transport,
+            python="python",
         )
     with tempfile.TemporaryFile() as file:
         starter.close(0.0)

@@ -79,7 +79,7 @@ class HostTransport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ShellReach:
+class ShellTransport:
     """Transport by a remote shell to other hosts, and directly to this one.
 
     Attributes:

@@ -42,7 +42,7 @@ class ExecStarter:
         request: The job's launch request; the ranks run its ``program``, or without one its ``module``.
         ranks: Observer that gets the ranks' events.
         hosts: Where they run, filled in this order.
-        reach: How agents get there.
+        transport: Starts an agent on each host, and connects it.
         python: The interpreter of agents and ranks, on every host; empty for the one that each agent runs in.
         launches_ranks: Whether the started processes are the ranks themselves, which get their place in the job by
             variables; otherwise they are programs that start the ranks.
@@ -55,13 +55,13 @@ class ExecStarter:
         ranks: RankObserver,
         hosts: Sequence[Host],
         *,
-        reach: HostTransport,
+        transport: HostTransport,
         python: str,
         launches_ranks: bool = True,
         directory: str = "",
     ) -> None:
         self._request, self._ranks = request, ranks
-        self._hosts, self._reach, self._python = tuple(hosts), reach, python
+        self._hosts, self._transport, self._python = tuple(hosts), transport, python
         self._launches_ranks, self._directory = launches_ranks, directory
         self._lock = threading.Lock()
         #: Host to its agent, while that runs. This and the following are guarded by the lock.
@@ -141,7 +141,7 @@ class ExecStarter:
             here = [rank for rank, its in hosts.items() if its == host]
             self._most[host] = max(self._most.get(host, 0), len(here))
             link = self._links.get(host) or self._connect(host, here)
-            numbers, keys = list(hosts), [self._reach.machine(each) for each in hosts.values()]
+            numbers, keys = list(hosts), [self._transport.machine(each) for each in hosts.values()]
             own = variables or {}
             specs = (
                 self._spec(rank, size, host_position(rank, numbers, keys), host, own.get(rank, {}))
@@ -192,7 +192,7 @@ class ExecStarter:
 
     def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:
         """Start the agent of a host; ``ranks`` are all ranks that the host will have. The caller holds the lock."""
-        program, here = self._request.program, self._reach.is_here(host)
+        program, here = self._request.program, self._transport.is_here(host)
         # For a program, the standard error of the shell that reaches a host belongs on the terminal of the program.
         errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
         most = max(len(ranks), self._most.get(host, 0))
@@ -201,14 +201,14 @@ class ExecStarter:
             if here:
                 link = AgentLink.local(host, self._python, stdin=stdin, errors=errors)
             else:
-                link = AgentLink(host, self._reach.connect(host, self._python, errors))
+                link = AgentLink(host, self._transport.connect(host, self._python, errors))
         except OSError as error:
             if errors is not None:
                 errors.close()
             raise StartError(
                 f"the agent of {host} could not be started: `{error.filename}`: {error.strerror}"
             ) from error
-        variables = {**self._reach.variables(host), **(program.environment if program else {})}
+        variables = {**self._transport.variables(host), **(program.environment if program else {})}
         command = program.command if program else (self._python, "-m", self._request.module)
         # The path of this host's interpreter may not exist there: each agent puts its own in place of the
         # empty word.

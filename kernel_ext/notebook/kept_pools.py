@@ -48,7 +48,7 @@ from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, Retain
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, Tenant, none_there
+from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, LeaseOwner, none_there
 from hvdlab.launch.processes import (
     describe_signal,
     exit_status,
@@ -513,8 +513,8 @@ class LauncherKeptPool:
         keeper = launchers.keeper(launcher)
         assert keeper is not None
         # Encoded here: the keeper sends it when the owner has died, and knows no messages of kernels.
-        vacant = (TO_RANK, encode(SetOwner(0, 0)))
-        request = KeepRequest(name, size, plane, module, options, vacant, this_process())
+        unowned = (TO_RANK, encode(SetOwner(0, 0)))
+        request = KeepRequest(name, size, plane, module, options, unowned, this_process())
         return cls(keeper.begin(request, deadline.remaining() or 60))
 
     @classmethod
@@ -604,11 +604,11 @@ class LauncherKeptPool:
         self._job.end()
 
 
-def this_process() -> Tenant:
+def this_process() -> LeaseOwner:
     """Return this process, in the form in which a keeper stores the pool's owner."""
     pid = os.getpid()
     place = os.fsencode(os.getcwd()).decode("utf-8", "backslashreplace")
-    return Tenant(pid, start_time(pid), host_key(), place)
+    return LeaseOwner(pid, start_time(pid), host_key(), place)
 
 
 def kept_elsewhere(launcher: str | None = None) -> tuple[list[KeptJob], list[str]]:

@@ -325,7 +325,7 @@ def table(pools: Sequence[KeptPoolEntry], elsewhere: Sequence[KeptJob] = ()) -> 
                 job.launcher,
                 job.plane,
                 job.started,
-                "nobody" if job.tenant is None else str(job.tenant),
+                "nobody" if job.owner is None else str(job.owner),
             )
             for job in elsewhere
         ),

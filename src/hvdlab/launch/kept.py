@@ -3,9 +3,9 @@
 A :class:`JobKeeper` is found by the launcher's name (:func:`hvdlab.launch.registry.keeper`). It begins a job, lists those that there are, and
 lets one process at a time use each: that has a :class:`HeldJob`.
 
-No process of the job can watch the process that uses it: it has a lease (:class:`Tenancy`, no I/O). A tenant's calls are its signs of
-life. One that makes none for the lease's length has lost the job, even if it lives: another one may have it then. A job without a tenant
-ends after a time limit.
+No process of the job can watch the process that uses it: it has a lease (:class:`Lease`, no I/O), which each of its calls renews.
+A process that makes no call for the lease's length has lost the job, even if it lives: another one may have it then. A job without an
+owner ends after a time limit.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hvdlab.collectives.text import visible
 from hvdlab.launch.starter import Ended, RankObserver, Starter
 
 _LONGEST = 300
-"""Characters of a text of a tenant that are shown at most."""
+"""Characters of a text of an owner that are shown at most."""
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Tenant:
-    """A process that uses a kept job.
+class LeaseOwner:
+    """The process that uses a kept job.
 
     Attributes:
         pid, started: Its number, and when it started in clock ticks since the boot of its host.
@@ -47,23 +47,23 @@ class Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """Event: a process asks to use the job. It has seen that the tenancy ``ended`` is over since its process has ended, if that is not 0."""
+class LeaseRequested:
+    """Event: a process asks to use the job. It has seen that the process of the lease ``ended`` has ended, if that is not 0."""
 
-    tenant: Tenant
+    owner: LeaseOwner
     ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """Event: a tenancy's process has given a sign of life."""
+class LeaseRenewed:
+    """Event: the owner of the lease with this number has given a sign of life."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseReleased:
-    """Event: a tenancy's process uses the job no more."""
+    """Event: the owner of the lease with this number uses the job no more."""
 
     number: int
 
@@ -73,98 +73,98 @@ class LeaseTick:
     """Event: time has passed without another event."""
 
 
-Event = Claimed | Heard | LeaseReleased | LeaseTick
+Event = LeaseRequested | LeaseRenewed | LeaseReleased | LeaseTick
 
 # -- effects ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """Effect: the claim is granted, under this number."""
+class LeaseGranted:
+    """Effect: the request is granted; the lease has this number."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRefused:
-    """Effect: another process has the job, under this number."""
+    """Effect: another process has the job, by the lease with this number."""
 
     number: int
-    tenant: Tenant
+    owner: LeaseOwner
 
 
 @dataclass(frozen=True, slots=True)
-class Vacant:
-    """Effect: the job has no tenant any more: ranks must wait for none."""
+class LeaseEnded:
+    """Effect: the job has no owner any more: ranks must wait for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
-    """Effect: the job had no tenant for so long that it ends."""
+class JobExpired:
+    """Effect: the job had no owner for so long that it ends."""
 
 
-Effect = Admitted | LeaseRefused | Vacant | Abandoned
+Effect = LeaseGranted | LeaseRefused | LeaseEnded | JobExpired
 
 
-class Tenancy:
-    """The lease of one job, which has no tenant at first.
+class Lease:
+    """The leases of one job, one after the other. The job has no owner at first.
 
     Args:
-        lease: Seconds without a sign of life after which a tenancy is over.
-        unused_for: Seconds without a tenant after which the job ends. The first tenant has at least the length of a lease to
+        duration: Seconds without a sign of life after which a lease is over.
+        unused_for: Seconds without an owner after which the job ends. The first owner has at least ``duration`` to
             come: the process that starts a job may be slow.
         now: The time, as in all events.
 
     Attributes:
-        tenant: The process that uses the job; ``None`` if none does.
+        owner: The process that uses the job; ``None`` if none does.
     """
 
-    def __init__(self, lease: float, unused_for: float, now: float) -> None:
-        self._lease, self._unused_for = lease, unused_for
-        #: The number of the last tenancy, and when its last sign of life came or the vacancy began.
+    def __init__(self, duration: float, unused_for: float, now: float) -> None:
+        self._duration, self._unused_for = duration, unused_for
+        #: The number of the last lease; when the owner's last sign of life came, or the lease ended.
         self._number, self._since = 0, now
-        self.tenant: Tenant | None = None
+        self.owner: LeaseOwner | None = None
 
     def holds(self, number: int) -> bool:
-        """Return whether the tenancy of this number goes on."""
-        return self.tenant is not None and number == self._number
+        """Return whether the lease with this number goes on."""
+        return self.owner is not None and number == self._number
 
     @property
     def next_at(self) -> float:
         """Return when :class:`LeaseTick` has an effect, unless something happens before."""
-        if self.tenant is not None:
-            return self._since + self._lease
-        return self._since + (self._unused_for if self._number else max(self._lease, self._unused_for))
+        if self.owner is not None:
+            return self._since + self._duration
+        return self._since + (self._unused_for if self._number else max(self._duration, self._unused_for))
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle an event and return its effects."""
-        # First: a claim after the lease's end must find no tenant.
+        # First: a request after the lease's end must find no owner.
         effects = self._pass_time(now)
         match event:
-            case Claimed(tenant, ended):
-                effects += self._claim(tenant, ended, now)
-            case Heard(number) if self.holds(number):
+            case LeaseRequested(owner, ended):
+                effects += self._request(owner, ended, now)
+            case LeaseRenewed(number) if self.holds(number):
                 self._since = now
             case LeaseReleased(number) if self.holds(number):
-                self.tenant, self._since = None, now
-                effects.append(Vacant())
+                self.owner, self._since = None, now
+                effects.append(LeaseEnded())
         return effects
 
-    def _claim(self, tenant: Tenant, ended: int, now: float) -> list[Effect]:
-        # A claimant that has seen the tenant's process end need not wait for the lease's end.
-        if self.tenant is not None and ended != self._number:
-            return [LeaseRefused(self._number, self.tenant)]
-        self.tenant, self._since = tenant, now
+    def _request(self, owner: LeaseOwner, ended: int, now: float) -> list[Effect]:
+        # A process that has seen the owner's process end need not wait for the lease's end.
+        if self.owner is not None and ended != self._number:
+            return [LeaseRefused(self._number, self.owner)]
+        self.owner, self._since = owner, now
         self._number += 1
-        return [Admitted(self._number)]
+        return [LeaseGranted(self._number)]
 
     def _pass_time(self, now: float) -> list[Effect]:
         if now < self.next_at:
             return []
-        if self.tenant is None:
-            return [Abandoned()]
-        self.tenant, self._since = None, now
-        return [Vacant()]
+        if self.owner is None:
+            return [JobExpired()]
+        self.owner, self._since = None, now
+        return [LeaseEnded()]
 
 
 DEFAULT = "pool"
@@ -181,8 +181,8 @@ class KeepRequest:
         size, plane: Number of ranks, and the data plane that the user asked for.
         module: The module that a rank runs: ``python -m module``.
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
-        vacant: Topic and body of the mail by which ranks learn that no process uses the job any more.
-        tenant: The process that begins it, and uses it.
+        unowned: Topic and body of the mail by which ranks learn that no process uses the job any more.
+        owner: The process that begins it, and uses it.
     """
 
     name: str
@@ -190,8 +190,8 @@ class KeepRequest:
     plane: str
     module: str
     options: Mapping[str, object]
-    vacant: tuple[str, bytes]
-    tenant: Tenant
+    unowned: tuple[str, bytes]
+    owner: LeaseOwner
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class KeptJob:
         name, size, plane: As in :class:`KeepRequest`; the size may have changed.
         launcher: The name of its launcher.
         started: When it was started, in seconds since 1970.
-        tenant: The process that uses it; ``None`` if none does.
+        owner: The process that uses it; ``None`` if none does.
         version: The version of hvdlab that it runs.
     """
 
@@ -211,7 +211,7 @@ class KeptJob:
     plane: str
     launcher: str
     started: float
-    tenant: Tenant | None
+    owner: LeaseOwner | None
     version: str
 
 
@@ -303,12 +303,12 @@ class JobKeeper(Protocol):
         """
         ...
 
-    def claim(self, name: str, tenant: Tenant) -> HeldJob:
+    def claim(self, name: str, owner: LeaseOwner) -> HeldJob:
         """Use a job.
 
         Args:
             name: The job's name.
-            tenant: The process that uses it from now on.
+            owner: The process that uses it from now on.
 
         Returns:
             The job, which this process uses.

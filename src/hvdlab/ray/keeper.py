@@ -30,21 +30,21 @@ from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.kept import (
-    Abandoned,
     Access,
-    Admitted,
-    Claimed,
     Effect,
     Event,
-    Heard,
+    JobExpired,
     KeepRequest,
     KeptJob,
+    Lease,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseOwner,
     LeaseRefused,
     LeaseReleased,
+    LeaseRenewed,
+    LeaseRequested,
     LeaseTick,
-    Tenancy,
-    Tenant,
-    Vacant,
     free_name,
     in_use,
     none_there,
@@ -72,7 +72,7 @@ _END_WITHIN = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """The answer to a claim that is granted: the tenancy's number, and the number of the first event that follows."""
+    """The answer to a claim that is granted: the lease's number, and the number of the first event that follows."""
 
     number: int
     access: Access
@@ -103,11 +103,11 @@ class PoolActor:
     def __init__(self, request: KeepRequest, surroundings: Surroundings, unused_for: float) -> None:
         ray = imported()
         self._request, self._started = request, time.time()
-        #: Guards all state of the pool. Notified when an event has come, the tenancy has changed or the pool
+        #: Guards all state of the pool. Notified when an event has come, the lease has changed or the pool
         #: ends.
         self._changed = threading.Condition()
         #: Which notebook uses the pool.
-        self._tenancy = Tenancy(LEASE, unused_for, time.monotonic())
+        self._lease = Lease(LEASE, unused_for, time.monotonic())
         self._size = request.size
         #: Process of each living rank, and the end of each that has ended.
         self._living: dict[int, int] = {}
@@ -138,7 +138,7 @@ class PoolActor:
         )
         ranks = _Ranks(self._world, request.module, request.options)
         self._starter = RayStarter(ranks, self, surroundings)
-        threading.Thread(target=self._keep_time, name="hvdlab-tenancy", daemon=True).start()
+        threading.Thread(target=self._keep_time, name="hvdlab-lease", daemon=True).start()
         threading.Thread(target=self._keep_coordinator, name="hvdlab-coordinator", daemon=True).start()
 
     # -- notebooks ------------------------------------------------------------------------------------------------
@@ -146,18 +146,18 @@ class PoolActor:
     def describe(self) -> KeptJob:
         """Return its line in a list of pools."""
         with self._changed:
-            # A notebook whose lease is over by now must not be listed as the tenant.
+            # A notebook whose lease is over by now must not be listed as the owner.
             self._step(LeaseTick())
-            tenant = self._tenancy.tenant
+            owner = self._lease.owner
             return KeptJob(
-                self._request.name, self._size, self._request.plane, "ray", self._started, tenant, __version__
+                self._request.name, self._size, self._request.plane, "ray", self._started, owner, __version__
             )
 
-    def claim(self, tenant: Tenant, ended: int = 0) -> Entered | LeaseRefused:
-        """Let this process use the pool; see :class:`~hvdlab.launch.kept.Claimed`."""
+    def claim(self, owner: LeaseOwner, ended: int = 0) -> Entered | LeaseRefused:
+        """Let this process use the pool; see :class:`~hvdlab.launch.kept.LeaseRequested`."""
         with self._changed:
-            answer = self._step(Claimed(tenant, ended))
-            if not isinstance(answer, Admitted):
+            answer = self._step(LeaseRequested(owner, ended))
+            if not isinstance(answer, LeaseGranted):
                 assert isinstance(answer, LeaseRefused)
                 return answer
             # The access below has the outcome of these events already.
@@ -177,33 +177,33 @@ class PoolActor:
     def events(self, number: int, seen: int) -> list[Started | Ended] | None:
         """Wait a while for events of ranks from this number on, and return them. ``None``: the caller has lost the pool."""
         with self._changed:
-            self._step(Heard(number))
-            if not self._tenancy.holds(number):
+            self._step(LeaseRenewed(number))
+            if not self._lease.holds(number):
                 return None
             taken = max(0, seen - self._first)
             self._first, self._events = self._first + taken, self._events[taken:]
-            self._changed.wait_for(lambda: self._events or not self._tenancy.holds(number), POLL)
+            self._changed.wait_for(lambda: self._events or not self._lease.holds(number), POLL)
             # The lease runs from the end of this poll: the notebook sends the next one after its answer.
-            self._step(Heard(number))
-            return list(self._events) if self._tenancy.holds(number) else None
+            self._step(LeaseRenewed(number))
+            return list(self._events) if self._lease.holds(number) else None
 
     def start(self, number: int, ranks: Sequence[int], size: int) -> None:
         """Start these ranks of a pool of this size."""
         with self._changed:
-            if self._tenancy.holds(number) and not self._closing:
+            if self._lease.holds(number) and not self._closing:
                 self._size = size
                 self._starter.start(ranks, size)
 
     def signal(self, number: int, rank: int, which: int) -> None:
         """Send a signal to a rank."""
         with self._changed:
-            if self._tenancy.holds(number):
+            if self._lease.holds(number):
                 self._starter.signal(rank, which)
 
     def resized(self, number: int, size: int) -> None:
         """Record how many ranks the pool has."""
         with self._changed:
-            if self._tenancy.holds(number):
+            if self._lease.holds(number):
                 self._size = size
 
     def coordinator_ended(self, incarnation: int) -> str:
@@ -221,8 +221,8 @@ class PoolActor:
             StartError: No other one starts, or the caller has lost the pool.
         """
         with self._changed:
-            # The incarnation alone does not tell: it may still be current when the next tenant uses the pool.
-            if not self._tenancy.holds(number):
+            # The incarnation alone does not tell: it may still be current when the next owner uses the pool.
+            if not self._lease.holds(number):
                 raise StartError("this process uses the pool no more")
             if self._incarnation <= incarnation:
                 self._respawn(timeout)
@@ -236,7 +236,7 @@ class PoolActor:
     def end_ranks(self, number: int, timeout: float) -> None:
         """End the ranks; those that have the order to leave get so many seconds for it."""
         with self._changed:
-            if not self._tenancy.holds(number):
+            if not self._lease.holds(number):
                 return
             self._closing = True
         # Without the lock: the starter reports the ends of ranks through handle(), which needs it.
@@ -245,7 +245,7 @@ class PoolActor:
     def end(self, number: int) -> None:
         """End all of it, this actor last."""
         with self._changed:
-            if not self._tenancy.holds(number):
+            if not self._lease.holds(number):
                 return
         self._end(0)
 
@@ -264,24 +264,24 @@ class PoolActor:
                 self._lost[event.rank] = event
             # Without a notebook no event is kept: the next claim gets the outcome of all of them in its
             # access.
-            if self._tenancy.tenant is not None:
+            if self._lease.owner is not None:
                 self._events.append(event)
             self._changed.notify_all()
 
     # -- its own threads ------------------------------------------------------------------------------------------
 
     def _step(self, event: Event) -> Effect | None:
-        """Feed an event to the tenancy, and carry out its effects. Returns the answer to a claim. The lock is held."""
+        """Feed an event to the lease, and carry out its effects. Returns the answer to a claim. The lock is held."""
         answer: Effect | None = None
-        for effect in self._tenancy.handle(event, time.monotonic()):
+        for effect in self._lease.handle(event, time.monotonic()):
             match effect:
-                case Vacant():
+                case LeaseEnded():
                     self._first, self._events = self._first + len(self._events), []
                     if self._closing:  # the notebook has ended while it ended the pool
                         self._begin_end()
                     else:
-                        self._begin_saying_vacant()
-                case Abandoned():
+                        self._begin_reporting_unowned()
+                case JobExpired():
                     self._begin_end()
                 case _:
                     answer = effect
@@ -289,11 +289,11 @@ class PoolActor:
         return answer
 
     def _keep_time(self) -> None:
-        """Let time pass for the tenancy."""
+        """Let time pass for the lease."""
         with self._changed:
             while not self._over:
-                # Each step of the tenancy notifies, so that this waits for the new time.
-                self._changed.wait(max(0.0, self._tenancy.next_at - time.monotonic()))
+                # Each step of the lease notifies, so that this waits for the new time.
+                self._changed.wait(max(0.0, self._lease.next_at - time.monotonic()))
                 self._step(LeaseTick())
 
     def _keep_coordinator(self) -> None:
@@ -325,23 +325,25 @@ class PoolActor:
     def _respawn(self, timeout: float) -> None:
         """Start another coordinator. The lock is held. Raises ``StartError``."""
         ending = self._coordinator.ending() or "it did not answer"
-        vacant = self._tenancy.tenant is None
+        unowned = self._lease.owner is None
         # A notebook sends the successor the ranks to wait for; without one their number has to do.
-        self._coordinator.respawn(timeout, len(self._living) if vacant else None)
-        self._ending, self._replaced = ending, vacant
+        self._coordinator.respawn(timeout, len(self._living) if unowned else None)
+        self._ending, self._replaced = ending, unowned
         self._incarnation += 1
-        if vacant:  # ranks may not have learnt it from the one that has ended
-            self._begin_saying_vacant()
+        if unowned:  # ranks may not have learnt it from the one that has ended
+            self._begin_reporting_unowned()
         self._changed.notify_all()
 
-    def _begin_saying_vacant(self) -> None:
-        """Start a thread that reports the vacancy. The caller holds the lock."""
+    def _begin_reporting_unowned(self) -> None:
+        """Start a thread that reports to ranks that the pool has no owner. The caller holds the lock."""
         ranks = tuple(self._living)
-        threading.Thread(target=self._say_vacant, args=(ranks,), name="hvdlab-vacant", daemon=True).start()
+        threading.Thread(
+            target=self._report_unowned, args=(ranks,), name="hvdlab-unowned", daemon=True
+        ).start()
 
-    def _say_vacant(self, ranks: Sequence[int]) -> None:
+    def _report_unowned(self, ranks: Sequence[int]) -> None:
         """Report to ranks that no notebook reads their output: they must not wait for one."""
-        topic, body = self._request.vacant
+        topic, body = self._request.unowned
         with contextlib.suppress(CoordinatorLostError, StartError, TimeoutError):
             client = Client.connect(self._coordinator.address, self._coordinator.client_token)
             with contextlib.closing(client):
@@ -349,7 +351,7 @@ class PoolActor:
                 with (
                     self._changed
                 ):  # a notebook that comes now gets its answer later, and reports itself to them after this
-                    if self._tenancy.tenant is None:
+                    if self._lease.owner is None:
                         client.post(topic, body, ranks)
                         client.flush(_END_WITHIN, events=False)
 
@@ -431,7 +433,7 @@ class RayKeeper:
                 f"there is a pool `{request.name}` on the cluster by now ({error})"
             ) from error
         try:
-            answer = _answer(_call(actor.claim, request.tenant), timeout)
+            answer = _answer(_call(actor.claim, request.owner), timeout)
         # A detached actor that is not claimed would stay on the cluster without a user until `unused_for`
         # is over.
         except BaseException:
@@ -441,7 +443,7 @@ class RayKeeper:
         assert isinstance(answer, Entered)
         return RayHeldPool(actor, _answer(_call(actor.describe), _ANSWER_WITHIN), answer)
 
-    def claim(self, name: str, tenant: Tenant) -> RayHeldPool:
+    def claim(self, name: str, owner: LeaseOwner) -> RayHeldPool:
         """Use a pool. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.claim`."""
         ray = connect()
         try:
@@ -453,12 +455,12 @@ class RayKeeper:
             raise StartError(
                 f"the pool `{name}` runs hvdlab {job.version}, which hvdlab {__version__} can't talk to; attach with that version"
             )
-        answer = _answer(_call(actor.claim, tenant), _ANSWER_WITHIN)
-        if isinstance(answer, LeaseRefused) and _has_ended(answer.tenant, tenant.host):
-            answer = _answer(_call(actor.claim, tenant, answer.number), _ANSWER_WITHIN)
+        answer = _answer(_call(actor.claim, owner), _ANSWER_WITHIN)
+        if isinstance(answer, LeaseRefused) and _has_ended(answer.owner, owner.host):
+            answer = _answer(_call(actor.claim, owner, answer.number), _ANSWER_WITHIN)
         if isinstance(answer, LeaseRefused):
             raise InvalidRequestError(
-                f"{in_use(name, str(answer.tenant))}; if that has ended on another host, the pool is free {LEASE:g} s later"
+                f"{in_use(name, str(answer.owner))}; if that has ended on another host, the pool is free {LEASE:g} s later"
             )
         return RayHeldPool(actor, job, answer)
 
@@ -592,11 +594,11 @@ class HeldStarter:
             _answer(_call(self._actor.end_ranks, self._number, timeout), timeout + _MORE)
 
 
-def _has_ended(tenant: Tenant, here: str) -> bool:
+def _has_ended(owner: LeaseOwner, here: str) -> bool:
     """Return whether it was a process of this host, which ``here`` distinguishes from others, and has ended."""
-    if tenant.host != here:
+    if owner.host != here:
         return False
-    process = open_process(tenant.pid, tenant.started)
+    process = open_process(owner.pid, owner.started)
     if process < 0:
         return True
     try:

@@ -132,7 +132,7 @@ def test_a_pool_that_is_let_go_can_be_attached_to_again_and_changed() -> None:
         pids = pool.pull("mine")
         pool.detach()
         ((job,), problems) = kept_elsewhere()
-        assert (job.name, job.size, job.tenant, problems) == ("pool", 2, None, [])
+        assert (job.name, job.size, job.owner, problems) == ("pool", 2, None, [])
     with Pool.attach("pool", timeout=PATIENCE) as pool:
         assert pool.pull("mine") == pids
         pool.resize(3, timeout=PATIENCE)

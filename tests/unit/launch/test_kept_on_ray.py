@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from hvdlab.collectives.errors import StartError
-from hvdlab.launch.kept import KeepRequest, KeptJob, Tenant
+from hvdlab.launch.kept import KeepRequest, KeptJob, LeaseOwner
 from hvdlab.ray import keeper
 from hvdlab.ray.launcher import Surroundings
 from support.patience import HOUR, PATIENCE
 
-ONE, OTHER = Tenant(7, 70, "a#1", "/work"), Tenant(8, 80, "b#2", "/home")
+ONE, OTHER = LeaseOwner(7, 70, "a#1", "/work"), LeaseOwner(8, 80, "b#2", "/home")
 JOB = KeptJob("lives", 1, "cpu", "ray", 0.0, None, "1")
 
 
@@ -110,7 +110,7 @@ def test_actor_that_ends_while_pools_are_listed_is_left_out() -> None:
 
 
 def test_process_that_lost_the_pool_replaces_no_coordinator(coordinator: IdleCoordinator) -> None:
-    request = KeepRequest("pool", 1, "cpu", "module", {}, ("vacant", b""), ONE)
+    request = KeepRequest("pool", 1, "cpu", "module", {}, ("unowned", b""), ONE)
     actor = keeper.PoolActor(request, Surroundings("/", {}), HOUR)
     first = actor.claim(ONE)
     assert isinstance(first, keeper.Entered)

@@ -32,7 +32,7 @@ from hvdlab.kernel_ext.notebook.prestart import PoolProcesses
 from hvdlab.kernel_ext.notebook.registry import KeptPoolEntry, KeptPoolRegistry, table
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.server import DetachedSupervisor
-from hvdlab.launch.kept import KeptJob, Tenant
+from hvdlab.launch.kept import KeptJob, LeaseOwner
 from hvdlab.launch.processes import readable
 from support.interrupting import press_ctrl_c
 from support.patience import GONE, PATIENCE, eventually
@@ -104,8 +104,8 @@ def test_a_pool_outlives_its_notebook_and_is_attached_to(end: str) -> None:
 
 
 def test_pools_that_launchers_keep_are_listed_beside_those_of_this_host() -> None:
-    tenant = Tenant(7, 70, "there#1", "/work")
-    jobs = [KeptJob("a", 4, "auto", "ray", 0.0, tenant, "1"), KeptJob("b", 2, "auto", "ray", 0.0, None, "1")]
+    owner = LeaseOwner(7, 70, "there#1", "/work")
+    jobs = [KeptJob("a", 4, "auto", "ray", 0.0, owner, "1"), KeptJob("b", 2, "auto", "ray", 0.0, None, "1")]
     head, first, second = table([], jobs).splitlines()
     assert head.split()[:4] == ["name", "ranks", "launcher", "plane"]
     assert first.split()[:4] == ["a", "4", "ray", "auto"]

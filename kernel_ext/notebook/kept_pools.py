@@ -48,7 +48,7 @@ from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, Retain
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.kept import HeldJob, KeepRequest, KeptJob, LeaseOwner, none_there
+from hvdlab.launch.kept import AttachedJob, KeepRequest, KeptJob, LeaseOwner, none_there
 from hvdlab.launch.processes import (
     describe_signal,
     exit_status,
@@ -452,7 +452,7 @@ class LauncherKeptCoordinator:
     pid = 0
     """No process of this host."""
 
-    def __init__(self, job: HeldJob, near: PoolCoordinator) -> None:
+    def __init__(self, job: AttachedJob, near: PoolCoordinator) -> None:
         self._job, self._near = job, near
         world = job.access.world
         self.address = self.tls_address = world.coordinator
@@ -494,7 +494,7 @@ class LauncherKeptPool:
 
     near = False
 
-    def __init__(self, job: HeldJob) -> None:
+    def __init__(self, job: AttachedJob) -> None:
         self._job = job
         self.launcher, self.name, self.plane = job.job.launcher, job.job.name, job.job.plane
 
@@ -597,7 +597,7 @@ class LauncherKeptPool:
 
     def release(self) -> None:
         """Use it no more; it stays."""
-        self._job.let_go()
+        self._job.detach()
 
     def forget(self) -> None:
         """End the launcher's job."""

@@ -1,7 +1,7 @@
 """Jobs that a launcher keeps itself when the process that started them ends, on the resources of their ranks.
 
 A :class:`JobKeeper` is found by the launcher's name (:func:`hvdlab.launch.registry.keeper`). It begins a job, lists those that there are, and
-lets one process at a time use each: that has a :class:`HeldJob`.
+lets one process at a time use each: that has an :class:`AttachedJob`.
 
 No process of the job can watch the process that uses it: it has a lease (:class:`Lease`, no I/O), which each of its calls renews.
 A process that makes no call for the lease's length has lost the job, even if it lives: another one may have it then. A job without an
@@ -236,7 +236,7 @@ class Access:
     replaced: bool = False
 
 
-class HeldJob(Protocol):
+class AttachedJob(Protocol):
     """A kept job that this process uses.
 
     Attributes:
@@ -269,8 +269,8 @@ class HeldJob(Protocol):
     def resized(self, size: int) -> None:
         """Record how many ranks the job has now."""
 
-    def let_go(self) -> None:
-        """Use the job no more; it stays. Idempotent."""
+    def detach(self) -> None:
+        """Release the job, which stays. Idempotent."""
 
     def end(self) -> None:
         """End the job, and give back its resources. Idempotent."""
@@ -287,7 +287,7 @@ class JobKeeper(Protocol):
         """Return the jobs that live. Raises ``StartError`` if the place where they are kept can't be reached."""
         ...
 
-    def begin(self, request: KeepRequest, timeout: float) -> HeldJob:
+    def begin(self, request: KeepRequest, timeout: float) -> AttachedJob:
         """Begin a job without ranks.
 
         Args:
@@ -303,7 +303,7 @@ class JobKeeper(Protocol):
         """
         ...
 
-    def claim(self, name: str, owner: LeaseOwner) -> HeldJob:
+    def claim(self, name: str, owner: LeaseOwner) -> AttachedJob:
         """Use a job.
 
         Args:

@@ -71,7 +71,7 @@ _END_WITHIN = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
+class ClaimGranted:
     """The answer to a claim that is granted: the lease's number, and the number of the first event that follows."""
 
     number: int
@@ -153,7 +153,7 @@ class PoolActor:
                 self._request.name, self._size, self._request.plane, "ray", self._started, owner, __version__
             )
 
-    def claim(self, owner: LeaseOwner, ended: int = 0) -> Entered | LeaseRefused:
+    def claim(self, owner: LeaseOwner, ended: int = 0) -> ClaimGranted | LeaseRefused:
         """Let this process use the pool; see :class:`~hvdlab.launch.kept.LeaseRequested`."""
         with self._changed:
             answer = self._step(LeaseRequested(owner, ended))
@@ -172,7 +172,7 @@ class PoolActor:
                 dict(self._lost),
                 replaced,
             )
-            return Entered(answer.number, access, self._incarnation, self._first)
+            return ClaimGranted(answer.number, access, self._incarnation, self._first)
 
     def events(self, number: int, seen: int) -> list[Started | Ended] | None:
         """Wait a while for events of ranks from this number on, and return them. ``None``: the caller has lost the pool."""
@@ -228,7 +228,7 @@ class PoolActor:
                 self._respawn(timeout)
             return self._incarnation
 
-    def let_go(self, number: int) -> None:
+    def detach(self, number: int) -> None:
         """Release the pool, which the notebook uses no more."""
         with self._changed:
             self._step(LeaseReleased(number))
@@ -413,7 +413,7 @@ class RayKeeper:
                 found.append(ray.get(answer))
         return sorted(found, key=lambda job: job.name)
 
-    def begin(self, request: KeepRequest, timeout: float) -> RayHeldPool:
+    def begin(self, request: KeepRequest, timeout: float) -> RayAttachedPool:
         """Begin a pool without ranks. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.begin`."""
         ray = connect()
         request = replace(request, name=free_name(request.name, {job.name for job in self.all()}))
@@ -440,10 +440,10 @@ class RayKeeper:
             if ray.is_initialized():
                 ray.kill(actor)
             raise
-        assert isinstance(answer, Entered)
-        return RayHeldPool(actor, _answer(_call(actor.describe), _ANSWER_WITHIN), answer)
+        assert isinstance(answer, ClaimGranted)
+        return RayAttachedPool(actor, _answer(_call(actor.describe), _ANSWER_WITHIN), answer)
 
-    def claim(self, name: str, owner: LeaseOwner) -> RayHeldPool:
+    def claim(self, name: str, owner: LeaseOwner) -> RayAttachedPool:
         """Use a pool. Raises the same errors as :meth:`hvdlab.launch.kept.JobKeeper.claim`."""
         ray = connect()
         try:
@@ -462,36 +462,36 @@ class RayKeeper:
             raise InvalidRequestError(
                 f"{in_use(name, str(answer.owner))}; if that has ended on another host, the pool is free {LEASE:g} s later"
             )
-        return RayHeldPool(actor, job, answer)
+        return RayAttachedPool(actor, job, answer)
 
 
-class RayHeldPool:
-    """A pool on the cluster that this process uses: a :class:`~hvdlab.launch.kept.HeldJob`.
+class RayAttachedPool:
+    """A pool on the cluster that this process uses: a :class:`~hvdlab.launch.kept.AttachedJob`.
 
     A thread asks the pool's actor for events, which is also this process's sign of life.
 
     Args:
         actor: The pool's actor.
         job: The actor's description of its job.
-        entered: Its answer to the claim.
+        granted: Its answer to the claim.
     """
 
-    def __init__(self, actor: Any, job: KeptJob, entered: Entered) -> None:
+    def __init__(self, actor: Any, job: KeptJob, granted: ClaimGranted) -> None:
         self.job: KeptJob = job
-        self.access: Access = entered.access
+        self.access: Access = granted.access
         #: Why this process uses the pool no more; empty while it does. The thread of :meth:`follow` stores
         #: it.
         self.lost = ""
-        self._actor, self._number, self._incarnation = actor, entered.number, entered.incarnation
+        self._actor, self._number, self._incarnation = actor, granted.number, granted.incarnation
         #: Number of the next event to ask for. The actor keeps each event until a later one is asked for.
-        self._next_event = entered.next_event
+        self._next_event = granted.next_event
         #: Set once this process gives the pool up itself, so that the actor's end is no loss.
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def starter(self) -> HeldStarter:
+    def starter(self) -> PoolActorStarter:
         """Return the starter of single ranks."""
-        return HeldStarter(self._actor, self._number)
+        return PoolActorStarter(self._actor, self._number)
 
     def follow(self, ranks: RankObserver, lost: Callable[[str], None]) -> None:
         """Report the ranks' events, and once that the pool is lost."""
@@ -514,19 +514,19 @@ class RayHeldPool:
         with contextlib.suppress(StartError):  # it has ended: that is reported
             _order(self._actor.resized, self._number, size)
 
-    def let_go(self) -> None:
-        """Use the pool no more; it stays."""
+    def detach(self) -> None:
+        """Release the pool, which stays."""
         if not self._over.is_set() and not self.lost:
             # Before the call: its effect can reach the thread before its answer arrives here.
             self._over.set()
             with contextlib.suppress(StartError):
-                _answer(_call(self._actor.let_go, self._number), _ANSWER_WITHIN)
+                _answer(_call(self._actor.detach, self._number), _ANSWER_WITHIN)
         self._join()
 
     def end(self) -> None:
         """End the pool: its ranks, its coordinator, its actor."""
         if not self._over.is_set() and not self.lost:
-            # Before the call, as in let_go().
+            # Before the call, as in detach().
             self._over.set()
             with contextlib.suppress(StartError):  # that the actor ended is the answer
                 _answer(_call(self._actor.end, self._number), _MORE)
@@ -569,7 +569,7 @@ class RayHeldPool:
                 ranks.handle(event)
 
 
-class HeldStarter:
+class PoolActorStarter:
     """A :class:`~hvdlab.launch.starter.Starter` whose ranks are started by the pool's actor."""
 
     def __init__(self, actor: Any, number: int) -> None:

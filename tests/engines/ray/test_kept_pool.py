@@ -237,7 +237,7 @@ def test_a_notebook_that_has_lost_the_pool_says_so_and_leaves_the_ranks_alone() 
     with pytest.raises(StartError, match=r"the pool `mine` is lost to this notebook: .*attach mine"):
         pool.run("1")
     pool.stop()
-    ray.get(actor.let_go.remote(other.number))
+    ray.get(actor.detach.remote(other.number))
     with Pool.attach("mine", timeout=PATIENCE) as again:
         assert again.pull("mine") == pids
 

@@ -113,9 +113,9 @@ def test_process_that_lost_the_pool_replaces_no_coordinator(coordinator: IdleCoo
     request = KeepRequest("pool", 1, "cpu", "module", {}, ("unowned", b""), ONE)
     actor = keeper.PoolActor(request, Surroundings("/", {}), HOUR)
     first = actor.claim(ONE)
-    assert isinstance(first, keeper.Entered)
+    assert isinstance(first, keeper.ClaimGranted)
     second = actor.claim(OTHER, first.number)
-    assert isinstance(second, keeper.Entered)
+    assert isinstance(second, keeper.ClaimGranted)
     try:
         with pytest.raises(StartError, match="uses the pool no more"):
             actor.replace_coordinator(first.number, first.incarnation, PATIENCE)

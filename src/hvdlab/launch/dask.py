@@ -31,7 +31,7 @@ from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.host_discovery import HostSource
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.room_starter import RoomStarter
+from hvdlab.launch.queueing_starter import RoomStarter
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     Capabilities,

@@ -27,7 +27,7 @@ from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnecti
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.room_starter import RoomStarter, by_size
+from hvdlab.launch.queueing_starter import RoomStarter, by_size
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     Capabilities,
@@ -292,7 +292,7 @@ class SlurmStarter(RoomStarter):
             return assign(self._nodes, size)[rank].where if self._nodes else None
 
     def close(self, timeout: float) -> None:
-        """End the ranks as every :class:`~hvdlab.launch.room_starter.RoomStarter` does, and cancel the job. Idempotent."""
+        """End the ranks as every :class:`~hvdlab.launch.queueing_starter.RoomStarter` does, and cancel the job. Idempotent."""
         super().close(timeout)
         with self._changed:
             job, running = self._job, any(thread.is_alive() for thread in self._threads)

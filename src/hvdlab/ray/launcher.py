@@ -30,7 +30,7 @@ from hvdlab.launch.host_agent.connection import AgentProcess
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.room_starter import RoomStarter
+from hvdlab.launch.queueing_starter import RoomStarter
 from hvdlab.launch.starter import (
     Capabilities,
     Ended,

@@ -26,7 +26,7 @@ from hvdlab.launch.command import default_python, exported
 from hvdlab.launch.host_discovery import HostSource
 from hvdlab.launch.options import Option
 from hvdlab.launch.processes import describe_exit
-from hvdlab.launch.room_starter import RoomStarter
+from hvdlab.launch.queueing_starter import RoomStarter
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     ENDING_SIGNALS,

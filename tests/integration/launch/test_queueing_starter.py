@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
-from hvdlab.launch.room_starter import RoomStarter, by_size
+from hvdlab.launch.queueing_starter import RoomStarter, by_size
 from hvdlab.launch.starter import Ended, Started, Waiting
 from support.patience import PATIENCE
 

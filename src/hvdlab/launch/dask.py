@@ -31,7 +31,7 @@ from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.host_discovery import HostSource
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.queueing_starter import RoomStarter
+from hvdlab.launch.queueing_starter import QueueingStarter
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     Capabilities,
@@ -242,7 +242,7 @@ class WorkerTransport:
         return {}
 
 
-class DaskStarter(RoomStarter):
+class DaskStarter(QueueingStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of ranks on workers.
 
     Args:
@@ -289,7 +289,7 @@ class DaskStarter(RoomStarter):
                 self._host_of.pop(event.rank, None)
         self._ranks.handle(event)
 
-    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+    def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
         if host:
             known = {worker.name: worker for worker in self._room.workers()}
             if host not in known:

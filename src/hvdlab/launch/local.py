@@ -54,7 +54,7 @@ class LocalLauncher:
             raise InvalidRequestError(
                 f"hosts={hosts!r} needs a launcher that reaches other hosts, such as launcher='ssh' or 'mpi'."
             )
-        check_room(size, already)
+        check_resources(size, already)
 
     def is_far(self, hosts: str) -> bool:
         """Return False."""
@@ -118,7 +118,7 @@ class LocalStarter:
                 self._ranks.handle(Ended(number, pid, describe(event), event.tail, detail(event), left=left))
 
 
-def check_room(np: int, already: int = 0, available: int | None = None) -> None:
+def check_resources(np: int, already: int = 0, available: int | None = None) -> None:
     """Check that this host has memory and file descriptors for ``np`` ranks, ``already`` of which run.
 
     Raises:

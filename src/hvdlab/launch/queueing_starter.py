@@ -1,9 +1,9 @@
-"""Ranks that wait until an engine has room for them: the part of a starter that Slurm, Dask, Ray and Spark share.
+"""Ranks that wait until an engine has free slots for them: the part of a starter that Slurm, Dask, Ray and Spark share.
 
 ::
 
-    ordered ──▶ waiting ── room: claimed ──▶ placed: the engine's own starter has the rank
-                   └────── a signal, the starter's end, no room: withdrawn ──▶ reported as ended, without a process
+    ordered ──▶ waiting ── slot: claimed ──▶ placed: the engine's own starter has the rank
+                   └────── a signal, the starter's end, no slot: withdrawn ──▶ reported as ended, without a process
 
 A rank leaves *waiting* once, under the lock: whichever thread claims or withdraws it is the only one that starts it or reports its end.
 """
@@ -21,10 +21,10 @@ THREADS_END_WITHIN = 10.0
 """Seconds that each thread has to end after the starter was closed: it may wait for an answer of the engine."""
 
 
-class RoomStarter(ABC):
-    """A :class:`~hvdlab.launch.starter.Starter` of ranks that wait for room.
+class QueueingStarter(ABC):
+    """A :class:`~hvdlab.launch.starter.Starter` of ranks that wait for free slots.
 
-    A subclass asks its engine for room in :meth:`_request_room`, and claims ranks once there is some. It claims and starts them under
+    A subclass asks its engine for slots in :meth:`_request_slots`, and claims ranks once some are free. It claims and starts them under
     the lock, so that a signal finds each rank either waiting or placed.
 
     Args:
@@ -44,8 +44,8 @@ class RoomStarter(ABC):
     # -- for subclasses -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
-        """Have waiting ranks placed as soon as there is room; does not wait for it.
+    def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
+        """Have waiting ranks placed as soon as slots are free; does not wait for them.
 
         Args:
             ranks: The ranks, which wait.
@@ -54,7 +54,7 @@ class RoomStarter(ABC):
 
         Raises:
             StartError: The engine can't be asked.
-            InvalidRequestError: There will never be room for them. In either case they wait no more, and no end is reported.
+            InvalidRequestError: There will never be slots for them. In either case they wait no more, and no end is reported.
         """
 
     @abstractmethod
@@ -65,8 +65,8 @@ class RoomStarter(ABC):
     def _close_placed(self, timeout: float) -> None:
         """Wait ``timeout`` seconds for placed ranks that are leaving, then end the rest. Idempotent."""
 
-    def _release_room(self) -> None:
-        """Give back to the engine the room that was asked of it, when no rank waits any more. Idempotent."""
+    def _release_slots(self) -> None:
+        """Give back to the engine the slots that were requested from it, when no rank waits any more. Idempotent."""
         return
 
     def _claim(self, ranks: Iterable[int]) -> dict[int, int]:
@@ -101,21 +101,21 @@ class RoomStarter(ABC):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start(self, ranks: Sequence[int], size: int) -> None:
-        """Have ranks started as soon as there is room for them.
+        """Have ranks started as soon as slots are free for them.
 
         Raises:
-            InvalidRequestError: This was closed, or there will never be room for so many.
-            StartError: The engine can't be asked for room.
+            InvalidRequestError: This was closed, or there will never be slots for so many.
+            StartError: The engine can't be asked for slots.
         """
         self._order(ranks, size, "")
 
     def _order(self, ranks: Sequence[int], size: int, host: str) -> None:
         with self._changed:
             require_running(self._closing.is_set())
-            # Before the request: a thread of the engine can find room before that returns.
+            # Before the request: a thread of the engine can find slots before that returns.
             self._waiting |= dict.fromkeys(ranks, size)
         try:
-            self._request_room(ranks, size, host)
+            self._request_slots(ranks, size, host)
         except BaseException:
             self._claim(ranks)
             raise
@@ -135,8 +135,8 @@ class RoomStarter(ABC):
             self._closing.set()
             threads, waiting = list(self._threads), list(self._waiting)
         self._withdraw(waiting, ENDED_WITH_JOB)
-        self._close_placed(0.0)  # ranks that got room before this was closing
-        self._release_room()
+        self._close_placed(0.0)  # ranks that got slots before this was closing
+        self._release_slots()
         # After the release, which ends the thread of SlurmStarter: that waits for further ends of ranks.
         for thread in threads:
             thread.join(THREADS_END_WITHIN)

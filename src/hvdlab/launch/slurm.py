@@ -1,8 +1,8 @@
-"""The launcher ``slurm``: one job of Slurm's holds the room of all ranks, and a step of it on each node runs the agent that forks them.
+"""The launcher ``slurm``: one job of Slurm's holds the slots of all ranks, and a step of it on each node runs the agent that forks them.
 
 ::
 
-    launcher ── sbatch ──▶ job (a script that waits)          holds the room; ended by scancel, by a process of its own
+    launcher ── sbatch ──▶ job (a script that waits)          holds the slots; ended by scancel, by a process of its own
        └─────── srun  ──▶ step on a node: agent ── forks ──▶ ranks      orders and reports over srun's pipes
 """
 
@@ -27,7 +27,7 @@ from hvdlab.launch.host_agent.connection import AgentConnection, ProgramConnecti
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.queueing_starter import RoomStarter, by_size
+from hvdlab.launch.queueing_starter import QueueingStarter, by_size
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     Capabilities,
@@ -91,7 +91,7 @@ class SlurmLauncher:
         )
 
     def check(self, size: int, hosts: str, already: int = 0) -> None:
-        """Raise ``StartError`` without Slurm's commands, ``InvalidRequestError`` if hosts are named or a job lacks room."""
+        """Raise ``StartError`` without Slurm's commands, ``InvalidRequestError`` if hosts are named or a job has too few slots."""
         missing = [name for name in COMMANDS if shutil.which(name) is None]
         if missing:
             raise StartError(
@@ -103,7 +103,7 @@ class SlurmLauncher:
                 "the launcher `slurm` has its nodes from Slurm: name no hosts, but for --launcher-option nodelist=…"
             )
         if self._starter is not None:
-            self._starter.check_room(size)
+            self._starter.check_slots(size)
 
     def is_far(self, hosts: str) -> bool:
         """Return True always: nodes are, or may be, other hosts."""
@@ -124,7 +124,7 @@ class SlurmLauncher:
             request,
             ranks,
             _submission(options),
-            room=int(str(options.get("slots", 0))),
+            slots=int(str(options.get("slots", 0))),
             slurm=Slurm(_environment(os.environ)),
             python=str(options.get("python") or default_python()),
             step=cast("tuple[str, ...]", options.get("srun_args", ())),
@@ -184,7 +184,7 @@ class StepTransport:
     arguments: Sequence[str] = ()
 
     def is_here(self, host: str) -> bool:
-        """Return False always: a process outside of the job has none of its room."""
+        """Return False always: a process outside of the job has none of its slots."""
         return False
 
     def connect(self, host: str, python: str, errors: IO[bytes] | None) -> AgentConnection:
@@ -206,7 +206,7 @@ class StepTransport:
         return {HOST_VARIABLE: f"{host} (job {self.job})"}
 
 
-class SlurmStarter(RoomStarter):
+class SlurmStarter(QueueingStarter):
     """A :class:`~hvdlab.launch.starter.Starter` of ranks in one job.
 
     A thread submits the job and waits until it has its nodes; then it explains ends of ranks that only Slurm can explain.
@@ -215,7 +215,7 @@ class SlurmStarter(RoomStarter):
         request: The job's launch request.
         ranks: Observer that gets the ranks' events.
         submission: Arguments of ``sbatch``, but for the number of ranks.
-        room: How many ranks the job has room for, if those that it begins with are fewer.
+        slots: How many ranks the job has slots for, if those that it begins with are fewer.
         slurm: Slurm's commands.
         python: The interpreter of agents and ranks.
         step: Further arguments of ``srun``.
@@ -227,18 +227,18 @@ class SlurmStarter(RoomStarter):
         ranks: RankObserver,
         submission: Sequence[str],
         *,
-        room: int,
+        slots: int,
         slurm: Slurm,
         python: str,
         step: Sequence[str] = (),
     ) -> None:
         super().__init__(ranks, "Slurm")
         self._request = request
-        self._submission, self._room, self._step = tuple(submission), room, tuple(step)
+        self._submission, self._slots, self._step = tuple(submission), slots, tuple(step)
         self._slurm, self._python = slurm, python
         #: The job, once it was submitted. This and the following are guarded by the lock.
         self._job: SlurmAllocation | None = None
-        #: Starts ranks, once the job has its nodes; below it the nodes, with their room.
+        #: Starts ranks, once the job has its nodes; below it the nodes, with their slots.
         self._exec: ExecStarter | None = None
         self._nodes: tuple[Host, ...] = ()
         #: Rank to its node, from its first start on: it is started there again.
@@ -254,35 +254,35 @@ class SlurmStarter(RoomStarter):
         """Have ranks started as soon as the job has its nodes. The first call submits the job.
 
         Raises:
-            InvalidRequestError: The job has no room for so many, or this was closed.
+            InvalidRequestError: The job has no slots for so many, or this was closed.
             StartError: The job has ended, or the program that starts an agent can't be run.
         """
         # The thread neither gives the job up nor places ranks between the order and its check.
         with self._changed:
             super().start(ranks, size)
 
-    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+    def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
         if self._over:
             raise StartError(f"no rank can be started any more: {self._over}")
         if self._job is not None:
-            self.check_room(size)
+            self.check_slots(size)
         if self._exec is not None:
             self._place(ranks, size)
         elif self._job is None:
-            self._room = max(self._room, size)
-            arguments = (*self._submission, f"--ntasks={self._room}")
+            self._slots = max(self._slots, size)
+            arguments = (*self._submission, f"--ntasks={self._slots}")
             job = self._job = SlurmAllocation(arguments, self._slurm.environment)
             self._ranks.handle(
                 Waiting("asking Slurm for a job")
             )  # from now on the caller waits without a limit
             self._run_thread(partial(self._run, job), "slurm")
 
-    def check_room(self, size: int) -> None:
-        """Raise ``InvalidRequestError`` if the job has no room for so many ranks."""
-        if self._job is not None and size > self._room:
+    def check_slots(self, size: int) -> None:
+        """Raise ``InvalidRequestError`` if the job has no slots for so many ranks."""
+        if self._job is not None and size > self._slots:
             where = ", ".join(f"{node.name}:{node.slots}" for node in self._nodes)
             raise InvalidRequestError(
-                f"Slurm's job {self._job.id} has room for {self._room} ranks{f' ({where})' if where else ''}, not for {size}; "
+                f"Slurm's job {self._job.id} has room for {self._slots} ranks{f' ({where})' if where else ''}, not for {size}; "
                 f"start the pool with --launcher-option slots={size} to have room to grow."
             )
 
@@ -292,7 +292,7 @@ class SlurmStarter(RoomStarter):
             return assign(self._nodes, size)[rank].where if self._nodes else None
 
     def close(self, timeout: float) -> None:
-        """End the ranks as every :class:`~hvdlab.launch.queueing_starter.RoomStarter` does, and cancel the job. Idempotent."""
+        """End the ranks as every :class:`~hvdlab.launch.queueing_starter.QueueingStarter` does, and cancel the job. Idempotent."""
         super().close(timeout)
         with self._changed:
             job, running = self._job, any(thread.is_alive() for thread in self._threads)
@@ -311,7 +311,7 @@ class SlurmStarter(RoomStarter):
         if execs is not None:
             execs.close(timeout)
 
-    def _release_room(self) -> None:
+    def _release_slots(self) -> None:
         self._explain.put(None)
         with self._changed:
             job = self._job
@@ -369,7 +369,7 @@ class SlurmStarter(RoomStarter):
                 text = f"job {number}: {error}"
             else:
                 if state is not None and state.runs and (state.settled or runs_for > TOLD_WITHIN):
-                    return rooms(self._slurm.hostnames(state.nodes), state.tasks, self._room)
+                    return hosts_with_slots(self._slurm.hostnames(state.nodes), state.tasks, self._slots)
                 if state is not None and state.runs:
                     runs_for, pause = runs_for + pause, FIRST_LOOK
                 elif state is None or not state.waits or state.never:
@@ -396,7 +396,7 @@ class SlurmStarter(RoomStarter):
     def _place_waiting(self, nodes: Sequence[Host], transport: StepTransport) -> str:
         """Start the ranks that wait. Returns why some were not started. The lock is held."""
         self._nodes = tuple(nodes)
-        self._room = sum(node.slots for node in nodes)
+        self._slots = sum(node.slots for node in nodes)
         self._exec = ExecStarter(self._request, self, nodes, transport=transport, python=self._python)
         try:
             for size, ranks in by_size(self._waiting).items():
@@ -550,8 +550,8 @@ def _expected(start: str, now: datetime) -> str:
     return f", expected at {when:{form}}"
 
 
-def rooms(nodes: Sequence[str], tasks: str, size: int) -> list[Host]:
-    """Return how many ranks each node has room for.
+def hosts_with_slots(nodes: Sequence[str], tasks: str, size: int) -> list[Host]:
+    """Return the nodes as hosts, each with its slots.
 
     Args:
         nodes: The nodes' names.

@@ -27,7 +27,7 @@ from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.options import Option
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-"""Signals that end a rank; one of them withdraws a rank that still waits for its room."""
+"""Signals that end a rank; one of them withdraws a rank that still waits for a free slot."""
 ENDED_WITH_JOB = "it was ended with its job"
 """Reason of the end of a rank that a starter ends when it is closed."""
 

@@ -30,7 +30,7 @@ from hvdlab.launch.host_agent.connection import AgentProcess
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.options import Option, OptionKind
-from hvdlab.launch.queueing_starter import RoomStarter
+from hvdlab.launch.queueing_starter import QueueingStarter
 from hvdlab.launch.starter import (
     Capabilities,
     Ended,
@@ -327,7 +327,7 @@ class NodeConnection:
             os.close(self._orders)
 
 
-class RayStarter(RoomStarter):
+class RayStarter(QueueingStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of processes on nodes, which end with this process.
 
     A thread for all ranks that are ordered together waits for their room. Then the agents of their nodes start them.
@@ -389,7 +389,7 @@ class RayStarter(RoomStarter):
                 _kill(room.actor)
         self._ranks.handle(event)
 
-    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+    def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
         ray = imported()
         strategy: Any = "SPREAD" if self._placement == "SPREAD" else "DEFAULT"
         if host:

@@ -26,7 +26,7 @@ from hvdlab.launch.command import default_python, exported
 from hvdlab.launch.host_discovery import HostSource
 from hvdlab.launch.options import Option
 from hvdlab.launch.processes import describe_exit
-from hvdlab.launch.queueing_starter import RoomStarter
+from hvdlab.launch.queueing_starter import QueueingStarter
 from hvdlab.launch.starter import (
     ENDED_WITH_JOB,
     ENDING_SIGNALS,
@@ -145,7 +145,7 @@ class _Seat:
         self.given_up = ""
 
 
-class SparkStarter(RoomStarter):
+class SparkStarter(QueueingStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of tasks. A thread for each rank waits for the end of its job.
 
     Spark itself queues the job of a rank until a slot is free, so that no rank waits here.
@@ -180,7 +180,7 @@ class SparkStarter(RoomStarter):
         """
         self._order(ranks, size, host)
 
-    def _request_room(self, ranks: Sequence[int], size: int, host: str) -> None:
+    def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
         with self._changed:
             for rank in self._claim(ranks):
                 group = f"hvdlab.{self._name}.{self._begun}"

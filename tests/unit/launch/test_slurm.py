@@ -11,7 +11,7 @@ import pytest
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.launch import registry
 from hvdlab.launch.hosts import Host
-from hvdlab.launch.slurm import JobState, Slurm, SlurmAllocation, plain, rooms
+from hvdlab.launch.slurm import JobState, Slurm, SlurmAllocation, hosts_with_slots, plain
 from support.patience import PATIENCE
 
 NOW = datetime(2026, 11, 23, 20, 0)
@@ -62,10 +62,10 @@ def test_a_job_that_would_wait_for_ever_is_known_by_its_reason() -> None:
 
 def test_ranks_are_divided_as_slurm_has_divided_the_tasks() -> None:
     nodes = ["a", "b", "c"]
-    assert rooms(nodes, "2(x2),1", 5) == [Host("a", 2), Host("b", 2), Host("c", 1)]
-    assert rooms(nodes, "4,2,1", 7) == [Host("a", 4), Host("b", 2), Host("c", 1)]
-    assert rooms(nodes, "", 5) == [Host("a", 2), Host("b", 2), Host("c", 1)]
-    assert rooms(nodes, "", 2) == [Host("a", 1), Host("b", 1)]
+    assert hosts_with_slots(nodes, "2(x2),1", 5) == [Host("a", 2), Host("b", 2), Host("c", 1)]
+    assert hosts_with_slots(nodes, "4,2,1", 7) == [Host("a", 4), Host("b", 2), Host("c", 1)]
+    assert hosts_with_slots(nodes, "", 5) == [Host("a", 2), Host("b", 2), Host("c", 1)]
+    assert hosts_with_slots(nodes, "", 2) == [Host("a", 1), Host("b", 1)]
     assert JobState("RUNNING", nodes="n1").settled
     assert not JobState("RUNNING", nodes="n[1-2]").settled
     assert JobState("RUNNING", nodes="n[1-2]", tasks="2(x2)").settled

@@ -36,7 +36,7 @@ from hvdlab.launch.forkserver.messages import (
 from hvdlab.launch.forkserver.program import load, modules_to_load
 from hvdlab.launch.host_agent.connection import remote_command
 from hvdlab.launch.hosts import Host, parse_hosts
-from hvdlab.launch.local import check_loaded, check_room
+from hvdlab.launch.local import check_loaded, check_resources
 from hvdlab.launch.options import parse
 from hvdlab.launch.processes import OutOfMemoryCounter, describe
 from support.patience import PATIENCE
@@ -109,9 +109,9 @@ def test_without_a_launcher_nothing_is_made_up() -> None:
 
 
 def test_room_is_counted_for_new_ranks_only() -> None:
-    check_room(100, already=90, available=10 * local.BYTES_PER_RANK)
+    check_resources(100, already=90, available=10 * local.BYTES_PER_RANK)
     with pytest.raises(InvalidRequestError, match="choose at most 99"):
-        check_room(100, already=90, available=9 * local.BYTES_PER_RANK)
+        check_resources(100, already=90, available=9 * local.BYTES_PER_RANK)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_too_few_open_files_are_told_with_the_remedy(
 ) -> None:
     monkeypatch.setattr(local.resource, "getrlimit", lambda which: (limit, limit))
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
-        check_room(500, available=1 << 62)
+        check_resources(500, available=1 << 62)
 
 
 @pytest.mark.parametrize("np", [0, -1, True, 1.5, "4", None, 1 << 16])

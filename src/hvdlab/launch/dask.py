@@ -43,8 +43,8 @@ from hvdlab.launch.starter import (
     Waiting,
 )
 
-ROOM_WITHIN = 100.0
-"""Seconds that Dask has by default to get workers that have room for all ranks."""
+SLOTS_WITHIN = 100.0
+"""Seconds that Dask has by default to get workers that have slots for all ranks."""
 
 
 class DaskLauncher:
@@ -60,12 +60,12 @@ class DaskLauncher:
         self._client: Any = None
 
     def options(self) -> Sequence[Option]:
-        """Return the options for the ranks of a worker, the wait for room, and the interpreter."""
+        """Return the options for the ranks of a worker, the wait for slots, and the interpreter."""
         return (
             Option("per_worker", "ranks of a worker (default: as many as it has threads)", OptionKind.COUNT),
             Option(
                 "timeout",
-                f"seconds within which there must be room for a rank (default: {ROOM_WITHIN:g})",
+                f"seconds within which there must be room for a rank (default: {SLOTS_WITHIN:g})",
                 OptionKind.COUNT,
             ),
             Option("python", "interpreter of the ranks on every worker (default: the path of this one)"),
@@ -81,8 +81,8 @@ class DaskLauncher:
 
     def is_far(self, hosts: str) -> bool:
         """Return True unless the cluster is this host."""
-        room = Room(self._connected())
-        return not all(is_local(worker.machine) for worker in room.workers())
+        cluster = DaskCluster(self._connected())
+        return not all(is_local(worker.machine) for worker in cluster.workers())
 
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> DaskStarter:
         """Return the starter of a job's ranks. Raises ``StartError`` without a Dask cluster."""
@@ -90,14 +90,14 @@ class DaskLauncher:
         return DaskStarter(
             request,
             ranks,
-            Room(self._connected(), int(str(options.get("per_worker", 0)))),
+            DaskCluster(self._connected(), int(str(options.get("per_worker", 0)))),
             python=str(options.get("python") or default_python()),
-            timeout=float(str(options.get("timeout", ROOM_WITHIN))),
+            timeout=float(str(options.get("timeout", SLOTS_WITHIN))),
         )
 
     def source(self) -> HostSource:
         """Return the workers as hosts of an elastic job."""
-        return _Workers(Room(self._connected()))
+        return _Workers(DaskCluster(self._connected()))
 
     def _connected(self) -> Any:
         if self._client is None or self._client.status != "running":
@@ -108,11 +108,11 @@ class DaskLauncher:
 class _Workers(HostSource):
     """Host source that asks the scheduler."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, cluster: DaskCluster) -> None:
+        self._cluster = cluster
 
     def find(self) -> Mapping[str, int]:
-        return {worker.name: worker.slots for worker in self._room.workers()}
+        return {worker.name: worker.slots for worker in self._cluster.workers()}
 
 
 def connect() -> Any:
@@ -147,7 +147,7 @@ def connect() -> Any:
 
 
 _TURN = 0.5
-"""Seconds between looks at the workers while there is no room. Polling, as Dask's own ``wait_for_workers`` does."""
+"""Seconds between looks at the workers while no slot is free. Polling, as Dask's own ``wait_for_workers`` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +167,8 @@ class DaskWorker:
     slots: int
 
 
-class Room:
-    """The workers of a cluster as the scheduler lists them now.
+class DaskCluster:
+    """A cluster of Dask's, with the workers that its scheduler lists now.
 
     Args:
         client: Dask's client.
@@ -213,11 +213,11 @@ class WorkerTransport:
     """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on workers.
 
     Args:
-        room: The workers.
+        cluster: The cluster of the workers.
     """
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, cluster: DaskCluster) -> None:
+        self._cluster = cluster
         #: The workers by their names, as the scheduler listed them when ranks were placed last.
         self.known: Mapping[str, DaskWorker] = {}
 
@@ -230,7 +230,7 @@ class WorkerTransport:
         if errors is not None:
             # The file would stay open: the agent's standard error goes to the log of the worker.
             errors.close()
-        return ActorConnection(self._room.client, self.known[host].address, python)
+        return ActorConnection(self._cluster.client, self.known[host].address, python)
 
     def machine(self, host: str) -> str:
         """Return the worker's machine."""
@@ -248,17 +248,23 @@ class DaskStarter(QueueingStarter):
     Args:
         request: The job's launch request.
         ranks: Observer that gets the ranks' events.
-        room: The workers.
+        cluster: The cluster of the workers.
         python: The interpreter of agents and ranks.
-        timeout: Seconds within which there must be room.
+        timeout: Seconds within which slots must be free.
     """
 
     def __init__(
-        self, request: LaunchRequest, ranks: RankObserver, room: Room, *, python: str, timeout: float
+        self,
+        request: LaunchRequest,
+        ranks: RankObserver,
+        cluster: DaskCluster,
+        *,
+        python: str,
+        timeout: float,
     ) -> None:
         super().__init__(ranks, "Dask")
-        self._room, self._timeout = room, timeout
-        self._transport = WorkerTransport(room)
+        self._cluster, self._timeout = cluster, timeout
+        self._transport = WorkerTransport(cluster)
         #: Rank to its worker's name, from its order to its end. Guarded by the lock.
         self._host_of: dict[int, str] = {}
         self._exec = ExecStarter(request, self, (), transport=self._transport, python=python)
@@ -266,7 +272,7 @@ class DaskStarter(QueueingStarter):
     # -- any thread ---------------------------------------------------------------------------------------------------
 
     def start_on(self, host: str, ranks: Sequence[int], size: int) -> None:
-        """Start a rank as :meth:`start` does, on a worker that :meth:`DaskLauncher.source` has named, regardless of its room.
+        """Start a rank as :meth:`start` does, on a worker that :meth:`DaskLauncher.source` has named, regardless of its free slots.
 
         Raises:
             InvalidRequestError: This was closed.
@@ -291,15 +297,15 @@ class DaskStarter(QueueingStarter):
 
     def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
         if host:
-            known = {worker.name: worker for worker in self._room.workers()}
+            known = {worker.name: worker for worker in self._cluster.workers()}
             if host not in known:
                 raise StartError(f"{host} is no worker of the Dask cluster")
             with self._changed:
                 self._start_on_workers({host: list(ranks)}, known, size)
             return
-        lacking = self._place_all(ranks, size)
-        if lacking:
-            self._ranks.handle(Waiting(f"waiting for Dask: {lacking}"))
+        shortage = self._place_all(ranks, size)
+        if shortage:
+            self._ranks.handle(Waiting(f"waiting for Dask: {shortage}"))
             self._run_thread(partial(self._wait, tuple(ranks), size), f"dask-{min(ranks)}")
 
     def _signal_placed(self, rank: int, number: int) -> None:
@@ -308,36 +314,36 @@ class DaskStarter(QueueingStarter):
     def _close_placed(self, timeout: float) -> None:
         self._exec.close(timeout)
 
-    # -- the thread of ranks that wait for room -----------------------------------------------------------------------
+    # -- the thread of ranks that wait for slots ----------------------------------------------------------------------
 
     def _wait(self, ranks: Sequence[int], size: int) -> None:
-        """Start the ranks when there is room, or report why they were not started."""
-        reason = self._room_for(ranks, size)
+        """Start the ranks when slots are free, or report why they were not started."""
+        reason = self._await_slots(ranks, size)
         self._ranks.handle(Waiting(""))
         if reason:
             self._withdraw(ranks, reason)
 
-    def _room_for(self, ranks: Sequence[int], size: int) -> str:
-        """Wait for room, and start the ranks. Returns why they were not started; empty if they were."""
-        deadline, said = Deadline(self._timeout), ""
-        # The first pause comes before the first question: start() has just asked, and found no room.
+    def _await_slots(self, ranks: Sequence[int], size: int) -> str:
+        """Wait for slots, and start the ranks. Returns why they were not started; empty if they were."""
+        deadline, reported = Deadline(self._timeout), ""
+        # The first pause comes before the first question: start() has just asked, and found none free.
         while not self._closing.wait(_TURN):
             try:
-                lacking = self._place_all(ranks, size)
+                shortage = self._place_all(ranks, size)
             except (StartError, InvalidRequestError) as error:
                 return str(error)
-            if not lacking:
+            if not shortage:
                 return ""
             if deadline.expired:
-                return f"Dask had no room for it within {self._timeout:g} s: {lacking}"
-            if lacking != said:
-                self._ranks.handle(Waiting(f"waiting for Dask: {lacking}"))
-                said = lacking
+                return f"Dask had no room for it within {self._timeout:g} s: {shortage}"
+            if shortage != reported:
+                self._ranks.handle(Waiting(f"waiting for Dask: {shortage}"))
+                reported = shortage
         return ENDED_WITH_JOB
 
     def _place_all(self, ranks: Sequence[int], size: int) -> str:
-        """Start the ranks if there is room for all that still wait; otherwise return a text that names the lacking room."""
-        workers = self._room.workers()
+        """Start the ranks if slots are free for all that still wait; otherwise return a text on the shortage."""
+        workers = self._cluster.workers()
         with self._changed:
             wanted = [rank for rank in ranks if rank in self._waiting]
             taken = list(self._host_of.values())

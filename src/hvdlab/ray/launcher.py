@@ -1,13 +1,13 @@
-"""The launcher ``ray``: an actor for each rank holds its room on the cluster, and one on each node runs the agent that forks the ranks.
+"""The launcher ``ray``: an actor for each rank reserves its CPUs and GPUs, and one on each node runs the agent that forks the ranks.
 
 ::
 
-    launcher ── asks for room ──▶ RoomActor: a rank's CPUs and GPUs, on a node of Ray's choice
+    launcher ── requests ──▶ ReservationActor: a rank's CPUs and GPUs, on a node of Ray's choice
        └─ pipes ── threads ── calls of an actor ──▶ NodeActor ── pipes ──▶ agent ── forks ──▶ ranks of the node
 
 A rank needs a main thread, signals and standard streams of its own, which a Ray worker uses itself: so ranks are processes of the agent
 that other hosts have (:mod:`hvdlab.launch.host_agent.agent`). When its actor ends for any reason, the agent's input ends, and the
-agent ends the ranks. The room of a rank is given back when the rank has ended.
+agent ends the ranks. Its reservation ends when the rank has ended.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from hvdlab.ray.strategy import GROUP_TIMEOUT, death_reason, free_resources, imp
 UNUSED_FOR = 86_400
 """Seconds that a kept pool lives without a notebook, unless the option ``unused_for`` says otherwise."""
 _TURN = 0.5
-"""Seconds between looks at whether a rank that has no room yet is still wanted."""
+"""Seconds between looks at whether a rank that has no reservation yet is still wanted."""
 _ACTORS_END_WITHIN = 5.0
 """Seconds that each thread of a connection has to end once its actor was killed."""
 
 
-class RoomActor:
-    """Actor that holds the room of a rank on the cluster."""
+class ReservationActor:
+    """Actor that reserves the CPUs and GPUs of a rank on the cluster."""
 
-    def allotment(self) -> Allotment:
-        """Return the room that Ray gave to it."""
+    def allocation(self) -> RankAllocation:
+        """Return the node and GPUs that Ray has allocated to it."""
         ray = imported()
         node = str(ray.get_runtime_context().get_node_id())
-        return Allotment(node, tuple(map(str, ray.get_gpu_ids())), os.environ.get("OMP_NUM_THREADS", ""))
+        return RankAllocation(node, tuple(map(str, ray.get_gpu_ids())), os.environ.get("OMP_NUM_THREADS", ""))
 
 
 class NodeActor:
-    """Actor that runs the agent of a node. It reserves no room: the ranks that the agent starts have theirs."""
+    """Actor that runs the agent of a node. It reserves nothing: the ranks that the agent starts have reservations of their own."""
 
     def __init__(self) -> None:
         self._agent = AgentProcess("")
@@ -155,8 +155,8 @@ def connect() -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Allotment:
-    """Room that Ray gave to a rank.
+class RankAllocation:
+    """Node, GPUs and threads that Ray has allocated to a rank.
 
     Attributes:
         node: Id of its node.
@@ -170,11 +170,11 @@ class Allotment:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankRoom:
-    """An actor that holds a rank's room, with the room."""
+class _Reservation:
+    """A rank's reservation: the actor that holds it, and its allocation."""
 
     actor: Any
-    allotment: Allotment
+    allocation: RankAllocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class Surroundings:
         variables = exported(os.environ).items()
         return cls(
             os.getcwd(),
-            # CUDA_VISIBLE_DEVICES names GPUs of this host; on its node, a rank gets those of its room.
+            # CUDA_VISIBLE_DEVICES names GPUs of this host; on its node, a rank gets those of its allocation.
             {name: value for name, value in variables if not name.startswith(("RAY_", "CUDA_VISIBLE"))},
         )
 
@@ -330,7 +330,7 @@ class NodeConnection:
 class RayStarter(QueueingStarter):
     """A :class:`~hvdlab.launch.starter.PlacingStarter` of processes on nodes, which end with this process.
 
-    A thread for all ranks that are ordered together waits for their room. Then the agents of their nodes start them.
+    A thread for all ranks that are ordered together waits for their reservations. Then the agents of their nodes start them.
 
     Args:
         request: The job's launch request.
@@ -349,8 +349,8 @@ class RayStarter(QueueingStarter):
             raise InvalidRequestError(
                 f"the option `placement` of the launcher `ray` is `pack` or `spread`, not {self._placement.lower()!r}."
             )
-        #: Rank to its room, from its start to its end. Guarded by the lock.
-        self._rooms: dict[int, _RankRoom] = {}
+        #: Rank to its reservation, from its start to its end. Guarded by the lock.
+        self._reservations: dict[int, _Reservation] = {}
         #: Rank to the host that it was last ordered for, or empty. Guarded by the lock.
         self._wanted_on: dict[int, str] = {}
         self._transport = NodeTransport(surroundings)
@@ -370,7 +370,7 @@ class RayStarter(QueueingStarter):
         self._order(ranks, size, host)
 
     def give_up(self, host: str) -> None:
-        """End the ranks of a host, and withdraw those that wait for room there; all are reported."""
+        """End the ranks of a host, and withdraw those that wait for a reservation there; all are reported."""
         with self._changed:
             waiting = [rank for rank, its in self._wanted_on.items() if its == host]
         self._withdraw(waiting, f"{host} was given up")
@@ -381,12 +381,12 @@ class RayStarter(QueueingStarter):
         return None
 
     def handle(self, event: Started | Ended | Waiting) -> None:
-        """Handle the agents' reports. The room of a rank that has ended is given back first."""
+        """Handle the agents' reports. The reservation of a rank that has ended is given up first."""
         if isinstance(event, Ended):
             with self._changed:
-                room = self._rooms.pop(event.rank, None)
-            if room is not None:
-                _kill(room.actor)
+                reservation = self._reservations.pop(event.rank, None)
+            if reservation is not None:
+                _kill(reservation.actor)
         self._ranks.handle(event)
 
     def _request_slots(self, ranks: Sequence[int], size: int, host: str) -> None:
@@ -397,11 +397,11 @@ class RayStarter(QueueingStarter):
             strategy = affinity(_node_of(host), soft=False)
         with self._changed:
             self._wanted_on |= dict.fromkeys(ranks, host)
-        room = ray.remote(RoomActor).options(
+        actor_class = ray.remote(ReservationActor).options(
             num_cpus=self._cpus, num_gpus=self._gpus, scheduling_strategy=strategy
         )
-        actors = {rank: room.remote() for rank in ranks}
-        self._run_thread(partial(self._await_room, actors, size, host), f"ray-{min(ranks)}")
+        actors = {rank: actor_class.remote() for rank in ranks}
+        self._run_thread(partial(self._await_reservations, actors, size, host), f"ray-{min(ranks)}")
 
     def _signal_placed(self, rank: int, number: int) -> None:
         self._exec.signal(rank, number)
@@ -411,30 +411,30 @@ class RayStarter(QueueingStarter):
 
     # -- the thread of ranks that are ordered together ----------------------------------------------------------------
 
-    def _await_room(self, actors: Mapping[int, Any], size: int, host: str) -> None:
-        """Wait until all have room, and start them; withdraw those that have none in time."""
-        found: dict[int, Allotment] = {}
+    def _await_reservations(self, actors: Mapping[int, Any], size: int, host: str) -> None:
+        """Wait until all have reservations, and start them; withdraw those that have none in time."""
+        found: dict[int, RankAllocation] = {}
         try:
-            found = self._allotments(actors)
+            found = self._allocations(actors)
             self._start_on_nodes(
-                {rank: _RankRoom(actors[rank], its) for rank, its in found.items()}, size, host
+                {rank: _Reservation(actors[rank], its) for rank, its in found.items()}, size, host
             )
         except (StartError, InvalidRequestError) as error:
             self._withdraw(found, str(error))
         except Exception as error:  # noqa: BLE001  # Ray was shut down: nothing can be asked of it
             self._withdraw(actors, f"the connection to Ray is lost ({type(error).__name__})")
         with self._changed:
-            kept = [room.actor for room in self._rooms.values()]
+            kept = [reservation.actor for reservation in self._reservations.values()]
         for actor in actors.values():
             if actor not in kept:
                 _kill(actor)
 
-    def _allotments(self, actors: Mapping[int, Any]) -> dict[int, Allotment]:
-        """Return the room of each rank, once all that still wait have theirs, or the time is over."""
+    def _allocations(self, actors: Mapping[int, Any]) -> dict[int, RankAllocation]:
+        """Return the allocation of each rank, once all that still wait have theirs, or the time is over."""
         ray = imported()
-        asked = {actor.allotment.remote(): rank for rank, actor in actors.items()}
+        asked = {actor.allocation.remote(): rank for rank, actor in actors.items()}
         deadline = Deadline(self._timeout)
-        found: dict[int, Allotment] = {}
+        found: dict[int, RankAllocation] = {}
         while asked:
             # In turns: signal() and close() withdraw ranks, and neither ends a wait of Ray's.
             ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_TURN)
@@ -445,13 +445,13 @@ class RayStarter(QueueingStarter):
                 except ray.exceptions.RayError as error:
                     self._withdraw([rank], f"its actor could not be started: {death_reason(error)}")
             if deadline.expired:
-                lacking = f"Ray had no room for it within {self._timeout:g} s; {free_resources()}"
-                self._withdraw(list(asked.values()), lacking)
+                reason = f"Ray had no room for it within {self._timeout:g} s; {free_resources()}"
+                self._withdraw(list(asked.values()), reason)
             with self._changed:
                 asked = {reference: rank for reference, rank in asked.items() if rank in self._waiting}
         return found
 
-    def _start_on_nodes(self, rooms: Mapping[int, _RankRoom], size: int, host: str) -> None:
+    def _start_on_nodes(self, reservations: Mapping[int, _Reservation], size: int, host: str) -> None:
         """Start the ranks that still wait; those of a node follow each other, unless their host was named.
 
         Raises:
@@ -460,54 +460,53 @@ class RayStarter(QueueingStarter):
         """
         names = {node: name for name, node in node_names().items()}
         with self._changed:
-            wanted = sorted(rank for rank in rooms if rank in self._waiting)
-            nodes = [rooms[rank].allotment.node for rank in wanted]
-            order = sorted(wanted, key=lambda rank: (nodes.index(rooms[rank].allotment.node), rank))
-            by_node: dict[str, dict[int, _RankRoom]] = {}
-            for rank, seat in zip(wanted, wanted if host else order, strict=True):
-                room = rooms[seat]
-                by_node.setdefault(room.allotment.node, {})[rank] = room
+            wanted = sorted(rank for rank in reservations if rank in self._waiting)
+            nodes = [reservations[rank].allocation.node for rank in wanted]
+            order = sorted(wanted, key=lambda rank: (nodes.index(reservations[rank].allocation.node), rank))
+            by_node: dict[str, dict[int, _Reservation]] = {}
+            for rank, reserved_as in zip(wanted, wanted if host else order, strict=True):
+                reservation = reservations[reserved_as]
+                by_node.setdefault(reservation.allocation.node, {})[rank] = reservation
             for node, those in by_node.items():
                 name = host or names.get(node, node)
                 self._transport.nodes[name] = node
-                # Before the variables: _visible() reads the rooms of all ranks of the node.
-                self._rooms |= those
-                variables = {rank: self._variables(rank, room.allotment) for rank, room in those.items()}
+                # Before the variables: _visible() reads the reservations of all ranks of the node.
+                self._reservations |= those
+                variables = {rank: self._variables(rank, its.allocation) for rank, its in those.items()}
                 try:
                     self._exec.start_on(name, list(those), size, variables)
                 except BaseException:
                     for rank in those:
-                        # _await_room() kills the actors of all ranks that are not in `_rooms`, which gives
-                        # their room back.
-                        del self._rooms[rank]
+                        # _await_reservations() kills the actors of all ranks that are not in `_reservations`.
+                        del self._reservations[rank]
                     raise
                 self._claim(those)
 
-    def _variables(self, rank: int, allotment: Allotment) -> dict[str, str]:
-        """Return variables of a rank that its room decides. The lock is held."""
+    def _variables(self, rank: int, allocation: RankAllocation) -> dict[str, str]:
+        """Return variables of a rank that its allocation decides. The lock is held."""
         program = self._request.program
         given = {**self._surroundings.environment, **(program.environment if program else {})}
         found = {}
-        if allotment.threads:
+        if allocation.threads:
             # The agent, which holds no CPUs, has the number of threads for none.
-            found = thread_counts({"OMP_NUM_THREADS": allotment.threads, **given}, 1)
+            found = thread_counts({"OMP_NUM_THREADS": allocation.threads, **given}, 1)
         if self._gpus:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(rank, allotment))
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(rank, allocation))
         return found
 
-    def _visible(self, rank: int, allotment: Allotment) -> list[str]:
+    def _visible(self, rank: int, allocation: RankAllocation) -> list[str]:
         """Return the GPUs of all ranks of the node, such that the local rank is the index of this rank's own."""
         here = {
-            other: room.allotment.gpus
-            for other, room in sorted(self._rooms.items())
-            if room.allotment.node == allotment.node
+            other: its.allocation.gpus
+            for other, its in sorted(self._reservations.items())
+            if its.allocation.node == allocation.node
         }
         others = [
-            gpu for other, gpus in here.items() if other != rank for gpu in gpus if gpu not in allotment.gpus
+            gpu for other, gpus in here.items() if other != rank for gpu in gpus if gpu not in allocation.gpus
         ]
         local_rank = sum(other < rank for other in here)
-        index = min(local_rank * len(allotment.gpus), len(others))
-        return [*others[:index], *allotment.gpus, *others[index:]]
+        index = min(local_rank * len(allocation.gpus), len(others))
+        return [*others[:index], *allocation.gpus, *others[index:]]
 
 
 def _node_of(host: str) -> str:

@@ -51,7 +51,7 @@ from hvdlab.launch.kept import (
 )
 from hvdlab.launch.processes import open_process, readable
 from hvdlab.launch.starter import Ended, Program, RankObserver, Started, Waiting
-from hvdlab.ray.launcher import UNUSED_FOR, RayStarter, Surroundings, connect
+from hvdlab.ray.launcher import UNUSED_FOR, LaunchEnvironment, RayStarter, connect
 from hvdlab.ray.strategy import death_reason, imported
 
 NAMESPACE = "hvdlab-pools"
@@ -96,11 +96,13 @@ class PoolActor:
 
     Args:
         request: The job's launch request.
-        surroundings: The ranks' surroundings: parts of the notebook that began it.
+        launch_environment: Directory and variables that the ranks get from the notebook that began it.
         unused_for: Seconds without a notebook after which it ends.
     """
 
-    def __init__(self, request: KeepRequest, surroundings: Surroundings, unused_for: float) -> None:
+    def __init__(
+        self, request: KeepRequest, launch_environment: LaunchEnvironment, unused_for: float
+    ) -> None:
         ray = imported()
         self._request, self._started = request, time.time()
         #: Guards all state of the pool. Notified when an event has come, the lease has changed or the pool
@@ -125,7 +127,7 @@ class PoolActor:
             keep=True,
             tcp_host=address,
             timeout=RESPAWN_WITHIN,
-            environ=surroundings.environment,
+            environ=launch_environment.variables,
         )
         assert self._coordinator.tls_address is not None
         self._world = WorldEnvironment(
@@ -137,7 +139,7 @@ class PoolActor:
             free_port(),
         )
         ranks = _Ranks(self._world, request.module, request.options)
-        self._starter = RayStarter(ranks, self, surroundings)
+        self._starter = RayStarter(ranks, self, launch_environment)
         threading.Thread(target=self._keep_time, name="hvdlab-lease", daemon=True).start()
         threading.Thread(target=self._keep_coordinator, name="hvdlab-coordinator", daemon=True).start()
 
@@ -427,7 +429,7 @@ class RayKeeper:
         }
         actor_class = ray.remote(concurrency_groups=GROUPS)(PoolActor)
         try:
-            actor = actor_class.options(**options).remote(request, Surroundings.here(), unused_for)
+            actor = actor_class.options(**options).remote(request, LaunchEnvironment.here(), unused_for)
         except ValueError as error:
             raise InvalidRequestError(
                 f"there is a pool `{request.name}` on the cluster by now ({error})"

@@ -124,7 +124,7 @@ class RayLauncher:
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> RayStarter:
         """Return the starter of a job's ranks. Raises ``StartError`` without Ray, ``InvalidRequestError`` for a wrong option."""
         connect()
-        return RayStarter(request, ranks, Surroundings.here())
+        return RayStarter(request, ranks, LaunchEnvironment.here())
 
 
 def connected_here() -> Any:
@@ -178,25 +178,25 @@ class _Reservation:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Surroundings of the process that asked for ranks, which they get.
+class LaunchEnvironment:
+    """Directory and variables of the process that asked for ranks, which they get.
 
     Attributes:
         directory: Its working directory.
-        environment: Its variables, but those of its host and of Ray.
+        variables: Its environment variables, but those of its host and of Ray.
     """
 
     directory: str
-    environment: Mapping[str, str]
+    variables: Mapping[str, str]
 
     @classmethod
-    def here(cls) -> Surroundings:
-        """Return the surroundings of this process."""
-        variables = exported(os.environ).items()
+    def here(cls) -> LaunchEnvironment:
+        """Return those of this process."""
+        exports = exported(os.environ).items()
         return cls(
             os.getcwd(),
             # CUDA_VISIBLE_DEVICES names GPUs of this host; on its node, a rank gets those of its allocation.
-            {name: value for name, value in variables if not name.startswith(("RAY_", "CUDA_VISIBLE"))},
+            {name: value for name, value in exports if not name.startswith(("RAY_", "CUDA_VISIBLE"))},
         )
 
 
@@ -204,11 +204,11 @@ class NodeTransport:
     """A :class:`~hvdlab.launch.host_agent.connection.HostTransport` by actors on nodes.
 
     Args:
-        surroundings: The ranks' surroundings: parts of the process that asks for them.
+        launch_environment: Directory and variables that the ranks get from the process that asks for them.
     """
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
+    def __init__(self, launch_environment: LaunchEnvironment) -> None:
+        self._launch_environment = launch_environment
         #: The id of the node of each host that has, or had, ranks.
         self.nodes: dict[str, str] = {}
 
@@ -227,8 +227,8 @@ class NodeTransport:
         return self.nodes.get(host, host)
 
     def variables(self, host: str) -> Mapping[str, str]:
-        """Return the surroundings, and a variable by which a node counts as a host."""
-        return {**self._surroundings.environment, HOST_VARIABLE: f"{host} {self.nodes[host]}"}
+        """Return the variables of the launch, and one by which a node counts as a host."""
+        return {**self._launch_environment.variables, HOST_VARIABLE: f"{host} {self.nodes[host]}"}
 
 
 class NodeConnection:
@@ -335,12 +335,14 @@ class RayStarter(QueueingStarter):
     Args:
         request: The job's launch request.
         ranks: Observer that gets the ranks' events.
-        surroundings: The ranks' surroundings: parts of the process that asks for them.
+        launch_environment: Directory and variables that the ranks get from the process that asks for them.
     """
 
-    def __init__(self, request: StartRequest, ranks: RankObserver, surroundings: Surroundings) -> None:
+    def __init__(
+        self, request: StartRequest, ranks: RankObserver, launch_environment: LaunchEnvironment
+    ) -> None:
         super().__init__(ranks, "Ray")
-        self._request, self._surroundings = request, surroundings
+        self._request, self._launch_environment = request, launch_environment
         options = request.options
         self._cpus, self._gpus = int(str(options.get("cpus", 1))), int(str(options.get("gpus", 0)))
         self._timeout = float(str(options.get("timeout", GROUP_TIMEOUT)))
@@ -353,9 +355,9 @@ class RayStarter(QueueingStarter):
         self._reservations: dict[int, _Reservation] = {}
         #: Rank to the host that it was last ordered for, or empty. Guarded by the lock.
         self._wanted_on: dict[int, str] = {}
-        self._transport = NodeTransport(surroundings)
+        self._transport = NodeTransport(launch_environment)
         self._exec = ExecStarter(
-            request, self, (), transport=self._transport, python="", directory=surroundings.directory
+            request, self, (), transport=self._transport, python="", directory=launch_environment.directory
         )
 
     # -- any thread ---------------------------------------------------------------------------------------------------
@@ -485,7 +487,7 @@ class RayStarter(QueueingStarter):
     def _variables(self, rank: int, allocation: RankAllocation) -> dict[str, str]:
         """Return variables of a rank that its allocation decides. The lock is held."""
         program = self._request.program
-        given = {**self._surroundings.environment, **(program.environment if program else {})}
+        given = {**self._launch_environment.variables, **(program.environment if program else {})}
         found = {}
         if allocation.threads:
             # The agent, which holds no CPUs, has the number of threads for none.

@@ -13,7 +13,7 @@ import pytest
 from hvdlab.collectives.errors import StartError
 from hvdlab.launch.kept import KeepRequest, KeptJob, LeaseOwner
 from hvdlab.ray import keeper
-from hvdlab.ray.launcher import Surroundings
+from hvdlab.ray.launcher import LaunchEnvironment
 from support.patience import HOUR, PATIENCE
 
 ONE, OTHER = LeaseOwner(7, 70, "a#1", "/work"), LeaseOwner(8, 80, "b#2", "/home")
@@ -111,7 +111,7 @@ def test_actor_that_ends_while_pools_are_listed_is_left_out() -> None:
 
 def test_process_that_lost_the_pool_replaces_no_coordinator(coordinator: IdleCoordinator) -> None:
     request = KeepRequest("pool", 1, "cpu", "module", {}, ("unowned", b""), ONE)
-    actor = keeper.PoolActor(request, Surroundings("/", {}), HOUR)
+    actor = keeper.PoolActor(request, LaunchEnvironment("/", {}), HOUR)
     first = actor.claim(ONE)
     assert isinstance(first, keeper.ClaimGranted)
     second = actor.claim(OTHER, first.number)

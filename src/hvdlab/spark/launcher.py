@@ -37,7 +37,7 @@ from hvdlab.launch.starter import (
     RankObserver,
     Started,
 )
-from hvdlab.spark.runner import Demand, active_context, is_local, said_by_spark, slots
+from hvdlab.spark.runner import ExecutorRequest, active_context, is_local, slots, spark_error_text
 from hvdlab.spark.task import RankEnd, SingleRankTask
 
 _CANCELLED_WITHIN = 5.0
@@ -67,7 +67,7 @@ class SparkLauncher:
     def __init__(self, *, captured: bool = False, most: int | None = None) -> None:
         self._captured, self._most = captured, most
         self._starter: SparkStarter | None = None
-        self._demand: Demand | None = None
+        self._executor_request: ExecutorRequest | None = None
 
     def options(self) -> Sequence[Option]:
         """Return the option for the ranks' interpreter."""
@@ -100,27 +100,27 @@ class SparkLauncher:
 
     def close(self) -> None:
         """Ask for executors no more. Idempotent."""
-        if self._demand is not None:
-            self._demand.close(_CANCELLED_WITHIN)
+        if self._executor_request is not None:
+            self._executor_request.close(_CANCELLED_WITHIN)
 
     def free_and_taken(self) -> dict[str, int]:
-        """Return the slots of living ranks under the names that they have, and as many others as Spark has room for.
+        """Return the slots of living ranks under the names that they have, and as many free ones as Spark has.
 
-        If ranks have all slots and there may be more ranks, dynamic allocation learns that slots are lacking.
+        If ranks have all slots and there can be more ranks, more executors are requested from dynamic allocation.
         """
         taken = self._starter.taken() if self._starter is not None else set()
-        room = slots(active_context())
-        room = room if self._most is None else min(room, self._most)
-        if self._most is not None and room <= len(taken):
-            if self._demand is None:
-                self._demand = Demand(active_context())
-            self._demand.ask(self._most - len(taken))
+        total = slots(active_context())
+        total = total if self._most is None else min(total, self._most)
+        if self._most is not None and total <= len(taken):
+            if self._executor_request is None:
+                self._executor_request = ExecutorRequest(active_context())
+            self._executor_request.submit(self._most - len(taken))
         names = (
-            name for name in (f"slot-{number}" for number in range(room + len(taken))) if name not in taken
+            name for name in (f"slot-{number}" for number in range(total + len(taken))) if name not in taken
         )
         # A rank that lives keeps its slot when another's executor is lost.
         return dict.fromkeys(
-            [*sorted(taken), *[name for name, _ in zip(names, range(room - len(taken)), strict=False)]], 1
+            [*sorted(taken), *[name for name, _ in zip(names, range(total - len(taken)), strict=False)]], 1
         )
 
 
@@ -134,15 +134,15 @@ class _Slots(HostSource):
         return self._launcher.free_and_taken()
 
 
-class _Seat:
-    """A rank's job, as the starter knows it; guarded by the starter's lock."""
+class _RankJob:
+    """Spark job of one rank; guarded by the starter's lock."""
 
     def __init__(self, rank: int, host: str, group: str) -> None:
         self.rank, self.host, self.group = rank, host, group
         #: Its process on the executor, once it has connected; 0 before.
         self.pid = 0
         #: Why it was cancelled, or empty.
-        self.given_up = ""
+        self.cancel_reason = ""
 
 
 class SparkStarter(QueueingStarter):
@@ -164,7 +164,7 @@ class SparkStarter(QueueingStarter):
         self._request, self._context, self._captured = request, context, captured
         self._name = f"spark.{uuid.uuid4().hex[:8]}"
         #: Rank to its job, from the order to start it to its end. With the following, guarded by the condition.
-        self._seats: dict[int, _Seat] = {}
+        self._jobs: dict[int, _RankJob] = {}
         self._begun = 0
         #: Rank to its last process that has ended: the coordinator may still count that process as a member for a moment.
         self._ended: dict[int, int] = {}
@@ -184,8 +184,8 @@ class SparkStarter(QueueingStarter):
         with self._changed:
             for rank in self._claim(ranks):
                 group = f"hvdlab.{self._name}.{self._begun}"
-                seat = self._seats[rank] = _Seat(rank, host or f"slot-{rank}", group)
-                self._run_thread(partial(self._follow, seat, size), f"{self._name}.{self._begun}")
+                job = self._jobs[rank] = _RankJob(rank, host or f"slot-{rank}", group)
+                self._run_thread(partial(self._follow, job, size), f"{self._name}.{self._begun}")
                 self._begun += 1
 
     def _make_thread(self, target: Callable[[], None], name: str) -> threading.Thread:
@@ -198,14 +198,14 @@ class SparkStarter(QueueingStarter):
     def taken(self) -> set[str]:
         """Return the names of slots whose ranks have not ended."""
         with self._changed:
-            return {seat.host for seat in self._seats.values()}
+            return {job.host for job in self._jobs.values()}
 
     def give_up(self, host: str) -> None:
         """Cancel the job of a slot; its rank is reported."""
         with self._changed:
-            seats = [seat for seat in self._seats.values() if seat.host == host]
-        for seat in seats:
-            self._cancel(seat, f"{host} was given up")
+            jobs = [job for job in self._jobs.values() if job.host == host]
+        for job in jobs:
+            self._cancel(job, f"{host} was given up")
 
     def place(self, rank: int, size: int) -> HostPosition | None:
         """Return ``None``: Spark places ranks."""
@@ -214,42 +214,42 @@ class SparkStarter(QueueingStarter):
     def _signal_placed(self, rank: int, number: int) -> None:
         """End a rank, by cancelling its job; Spark can pass on no other signal."""
         with self._changed:
-            seat = self._seats.get(rank)
-        if seat is not None and number in ENDING_SIGNALS:
-            self._cancel(seat, f"it was ended by {signal.Signals(number).name}")
+            job = self._jobs.get(rank)
+        if job is not None and number in ENDING_SIGNALS:
+            self._cancel(job, f"it was ended by {signal.Signals(number).name}")
 
     def _close_placed(self, timeout: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not self._seats, timeout)
-            left = list(self._seats.values())
-        for seat in left:
-            self._cancel(seat, ENDED_WITH_JOB)
+            self._changed.wait_for(lambda: not self._jobs, timeout)
+            left = list(self._jobs.values())
+        for job in left:
+            self._cancel(job, ENDED_WITH_JOB)
 
-    def _cancel(self, seat: _Seat, reason: str) -> None:
+    def _cancel(self, job: _RankJob, reason: str) -> None:
         with self._changed:
             # Before the cancellation: the rank's thread reads the reason as soon as Spark reports the end
             # of the job. The first one stays.
-            seat.given_up = seat.given_up or reason
+            job.cancel_reason = job.cancel_reason or reason
         # Also if it was not submitted yet.
-        self._context._jsc.sc().cancelJobGroupAndFutureJobs(seat.group)
+        self._context._jsc.sc().cancelJobGroupAndFutureJobs(job.group)
 
     # -- a rank's thread ----------------------------------------------------------------------------------------------
 
-    def _follow(self, seat: _Seat, size: int) -> None:
+    def _follow(self, job: _RankJob, size: int) -> None:
         """Run a rank's job, and report its end."""
         try:
-            self._context.setJobGroup(seat.group, f"hvdlab: rank {seat.rank}", interruptOnCancel=True)
-            tasks = self._context.parallelize([seat.rank], 1).mapPartitions(self._task(seat.rank, size))
+            self._context.setJobGroup(job.group, f"hvdlab: rank {job.rank}", interruptOnCancel=True)
+            tasks = self._context.parallelize([job.rank], 1).mapPartitions(self._task(job.rank, size))
             (end,) = tasks.collect()
         except Exception as error:  # noqa: BLE001  # whatever Spark raises for a job that failed or was cancelled
-            self._end(seat, seat.given_up or f"its Spark job failed: {said_by_spark(error)}")
+            self._end(job, job.cancel_reason or f"its Spark job failed: {spark_error_text(error)}")
             return
         if end.outcome.text:
-            self._end(seat, end.outcome.text, end.outcome.exit_code or None)
+            self._end(job, end.outcome.text, end.outcome.exit_code or None)
         else:
             self._deliver(end)
             code, number = end.outcome.code, end.outcome.signal
-            self._end(seat, describe_exit(code, number), None if number else code, number)
+            self._end(job, describe_exit(code, number), None if number else code, number)
 
     def _task(self, rank: int, size: int) -> SingleRankTask:
         request = self._request
@@ -282,15 +282,15 @@ class SparkStarter(QueueingStarter):
         if end.result:
             program.output.returned(end.rank, end.result)
 
-    def _end(self, seat: _Seat, reason: str, code: int | None = None, number: int = 0) -> None:
-        self._ranks.handle(Ended(seat.rank, seat.pid, reason, "", "", code, number))
+    def _end(self, job: _RankJob, reason: str, code: int | None = None, number: int = 0) -> None:
+        self._ranks.handle(Ended(job.rank, job.pid, reason, "", "", code, number))
         with self._changed:
-            # After the report: close() waits until no seat is left, and the observer must have all ends by
+            # After the report: close() waits until no job is left, and the observer must have all ends by
             # then.
             # The observer can have started the rank again in the line before.
-            if self._seats.get(seat.rank) is seat:
-                del self._seats[seat.rank]
-                self._ended[seat.rank] = seat.pid
+            if self._jobs.get(job.rank) is job:
+                del self._jobs[job.rank]
+                self._ended[job.rank] = job.pid
             self._changed.notify_all()
 
     # -- the coordinator's client's thread ------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ class SparkStarter(QueueingStarter):
         started = []
         with self._changed:
             for member in membership.members:
-                seat = self._seats.get(member.rank)
-                if seat is not None and member.pid not in (seat.pid, self._ended.get(member.rank)):
-                    seat.pid = member.pid
-                    started.append(Started(member.rank, member.pid, seat.host))
+                job = self._jobs.get(member.rank)
+                if job is not None and member.pid not in (job.pid, self._ended.get(member.rank)):
+                    job.pid = member.pid
+                    started.append(Started(member.rank, member.pid, job.host))
         for event in started:
             self._ranks.handle(event)

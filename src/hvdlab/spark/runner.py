@@ -2,8 +2,8 @@
 
 :class:`TorchDistributor` has the signature of pyspark's, on ranks of hvdlab.
 
-Under dynamic allocation, Spark asks for executors only while tasks wait (:class:`Demand`): hvdlab starts a rank where it sees a free task slot,
-and Spark adds a slot when it sees a task that has none. So tasks that do nothing wait in the place of the ranks that are lacking: once an
+Under dynamic allocation, Spark asks for executors only while tasks wait (:class:`ExecutorRequest`): hvdlab starts a rank where it sees a free task slot,
+and Spark adds a slot when it sees a task that has none. So tasks that do nothing wait in the place of the missing ranks: once an
 executor comes they have run, and a rank gets the slot.
 """
 
@@ -44,8 +44,8 @@ def is_dynamic(context: Any) -> bool:
     )
 
 
-class Demand:
-    """Tasks that wait for slots; without dynamic allocation there are none. Not for several threads at a time.
+class ExecutorRequest:
+    """Request for executors, by tasks that wait for slots; without dynamic allocation there are none. Not for several threads at a time.
 
     Args:
         context: The SparkContext.
@@ -57,19 +57,19 @@ class Demand:
         self._group = f"hvdlab.spark.runner.{uuid.uuid4().hex[:8]}"
         self._thread: threading.Thread | None = None
 
-    def ask(self, lacking: int, *, hold: bool = False) -> None:
+    def submit(self, missing: int, *, hold: bool = False) -> None:
         """Have so many tasks wait for slots, unless some wait already.
 
         Args:
-            lacking: How many slots are lacking.
+            missing: How many slots are missing.
             hold: Whether tasks keep their slots until :meth:`close`. Otherwise they have none to wait for while one is free.
         """
-        if not self._dynamic or lacking < 1 or (self._thread is not None and self._thread.is_alive()):
+        if not self._dynamic or missing < 1 or (self._thread is not None and self._thread.is_alive()):
             return
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
         thread: threading.Thread = InheritableThread(
-            target=self._wait, args=(lacking, _hold if hold else _nothing), name=self._group
+            target=self._wait, args=(missing, _hold if hold else _nothing), name=self._group
         )
         thread.daemon = True
         thread.start()
@@ -86,14 +86,14 @@ class Demand:
             self._context._jsc.sc().cancelJobGroupAndFutureJobs(self._group)
             self._thread.join(timeout)
 
-    def _wait(self, lacking: int, task: Callable[[object], None]) -> None:
+    def _wait(self, missing: int, task: Callable[[object], None]) -> None:
         from py4j.protocol import Py4JError  # pyright: ignore[reportMissingImports]
 
         try:
             self._context.setJobGroup(self._group, "hvdlab: waits for executors", interruptOnCancel=True)
-            self._context.parallelize(range(lacking), lacking).foreach(task)
+            self._context.parallelize(range(missing), missing).foreach(task)
         except Py4JError:
-            pass  # cancelled, or their executor was lost: it is asked again if slots are still lacking
+            pass  # cancelled, or their executor was lost: it is asked again if slots are still missing
 
 
 def _nothing(_: object) -> None:
@@ -324,7 +324,7 @@ class SparkJob:
             error.rank = rank
         else:
             error = RuntimeError("Spark job has failed, see the error above.")  # in Horovod's words
-        error.add_note(f"Spark says: {said_by_spark(self._error)}")
+        error.add_note(f"Spark says: {spark_error_text(self._error)}")
         return error
 
     def done(self) -> JobResult:
@@ -365,16 +365,16 @@ def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> 
     Raises:
         StartError: Spark has no room in time, or never can have.
     """
-    demand = Demand(context)
+    executor_request = ExecutorRequest(context)
     try:
         while (there := slots(context)) < size:
             left = deadline - time.monotonic()
             if is_local(context) or left <= 0:
                 raise StartError(_late(f"it has {there} task slots for {size} ranks", timeout))
-            demand.ask(size, hold=True)
+            executor_request.submit(size, hold=True)
             threading.Event().wait(min(left, _LOOKS))  # Spark reports new executors only when asked
     finally:
-        demand.close(_CLOSING)
+        executor_request.close(_CLOSING)
 
 
 def slots(context: Any) -> int:
@@ -383,7 +383,7 @@ def slots(context: Any) -> int:
     return int(scala.maxNumConcurrentTasks(scala.resourceProfileManager().defaultResourceProfile()))
 
 
-def said_by_spark(error: Exception) -> str:
+def spark_error_text(error: Exception) -> str:
     """Return Spark's text on a job that failed, without py4j's before it and the traces behind it."""
     lines = str(error).splitlines() or [type(error).__name__]
     return next((line.removeprefix(": ") for line in lines if line.startswith(": ")), lines[0])

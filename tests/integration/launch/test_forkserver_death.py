@@ -21,7 +21,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.children import ChildPipes
-from hvdlab.launch.forkserver.lifeline import Lifeline
+from hvdlab.launch.forkserver.death_pipe import Lifeline
 from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Guard, Signal, encode
 from hvdlab.launch.processes import describe, detail, readable, start_time
 from support.patience import PATIENCE

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hvdlab.collectives.system import die_with_parent, name_process
-from hvdlab.launch.forkserver.lifeline import depend_on
+from hvdlab.launch.forkserver.death_pipe import depend_on
 from hvdlab.launch.forkserver.messages import CONTROLLER, Fork, Forked
 from hvdlab.launch.forkserver.program import PIPE_SIZE, ForkedProgram, Preloads, StdPipes
 from hvdlab.launch.forkserver.server_state import ChildEnded, ChildWrote, ControllerListens, Event

@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.system import require_own_peer
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.launch.forkserver.lifeline import Lifeline
+from hvdlab.launch.forkserver.death_pipe import Lifeline
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,

@@ -33,7 +33,7 @@ from hvdlab.collectives.failover.supervisor import server_of, take_over
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.system import living_children, raise_on_hangup, require_own_peer
 from hvdlab.launch.forkserver.children import READ_SIZE, ChildTable, Role, fork, why_not
-from hvdlab.launch.forkserver.lifeline import wake_on_hangup
+from hvdlab.launch.forkserver.death_pipe import wake_on_hangup
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Children,

@@ -154,7 +154,7 @@ class _Fit:
             if self.best is not None:
                 self.best.filepath = str(saved)
                 chosen.append(self.best)
-            chosen.append(_Keeper(self, saved))
+            chosen.append(_EpochReporter(self, saved))
         return chosen
 
     def validation_batches(self, data: Any) -> Iterator[tuple[Any, ...]]:
@@ -221,7 +221,7 @@ class _Fit:
             print(f"epoch {epoch + 1}/{self.last}: {', '.join(words)}", flush=True)
 
 
-class _Keeper(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
+class _EpochReporter(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]
     """Callback that reports the end of each epoch, after all other callbacks."""
 
     def __init__(self, fit: _Fit, saved: Path) -> None:

@@ -21,7 +21,7 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.children import ChildPipes
-from hvdlab.launch.forkserver.death_pipe import Lifeline
+from hvdlab.launch.forkserver.death_pipe import DeathPipe
 from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Guard, Signal, encode
 from hvdlab.launch.processes import describe, detail, readable, start_time
 from support.patience import PATIENCE
@@ -217,7 +217,7 @@ NO_DESCRIPTOR = OSError(errno.EMFILE, "Too many open files")
     [
         pytest.param(socket, "socketpair", NO_DESCRIPTOR, id="connection"),
         pytest.param(tempfile, "TemporaryFile", NO_DESCRIPTOR, id="log"),
-        pytest.param(Lifeline, "with_reader", NO_DESCRIPTOR, id="pulse"),
+        pytest.param(DeathPipe, "with_reader", NO_DESCRIPTOR, id="pulse"),
         pytest.param(os, "pidfd_open", NO_DESCRIPTOR, id="process"),
         pytest.param(selectors, "DefaultSelector", NO_DESCRIPTOR, id="selector"),
         pytest.param(threading.Thread, "start", RuntimeError("can't start new thread"), id="thread"),

@@ -363,7 +363,7 @@ class Role:
         unsent: Memory for output that the rank has not sent, which the fork server reads likewise; -1 for none.
         channel: The controller's connection to the fork server, otherwise -1.
         parent: Process id of the fork server.
-        lifeline: The writing end of the pipe that children depend on.
+        death_pipe: The writing end of the pipe that children depend on.
         leave_to_live: A pipe that gives one byte when the pool knows of the child, or ends if the fork server died before
             that.
     """
@@ -374,7 +374,7 @@ class Role:
     unsent: int
     channel: int
     parent: int
-    lifeline: int
+    death_pipe: int
     leave_to_live: int
 
 
@@ -393,7 +393,7 @@ class Birth:
     announced: int
 
 
-def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[], None]) -> Role | Birth:
+def fork(order: Fork, program: ForkedProgram, death_pipe: int, forget: Callable[[], None]) -> Role | Birth:
     """Fork. Returns a :class:`Role` in the child, where ``forget`` is called first.
 
     Raises:
@@ -430,7 +430,7 @@ def fork(order: Fork, program: ForkedProgram, lifeline: int, forget: Callable[[]
         for descriptor in (announced, ours):
             if descriptor >= 0:
                 os.close(descriptor)
-        return Role(order, log_child, pipes, unsent, theirs, parent, lifeline, leave_to_live)
+        return Role(order, log_child, pipes, unsent, theirs, parent, death_pipe, leave_to_live)
     for descriptor in (log_child, pipes.out[1], pipes.err[1], leave_to_live, theirs):
         if descriptor >= 0:
             os.close(descriptor)
@@ -504,7 +504,7 @@ def _set_up(role: Role, program: ForkedProgram) -> None:
     _connect_standard_descriptors(role)
     # After setsid(): the kernel's SIGKILL goes to the group that has this process's number. Before the byte
     # is awaited: the pool and the fork server may both die in the meantime.
-    depend_on(role.lifeline)
+    depend_on(role.death_pipe)
     if not os.read(role.leave_to_live, 1):
         # The pool may not know of this process; then a successor of the fork server forks another one.
         os.write(2, b"The process that forked this one died before it could tell so.\n")

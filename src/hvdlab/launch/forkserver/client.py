@@ -24,7 +24,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.system import require_own_peer
 from hvdlab.collectives.time_limits import Deadline
-from hvdlab.launch.forkserver.death_pipe import Lifeline
+from hvdlab.launch.forkserver.death_pipe import DeathPipe
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
     Adopt,
@@ -67,9 +67,9 @@ class ForkServer:
     """
 
     def __init__(
-        self, handle: ServerHandle, lifeline: Lifeline | None, environ: Mapping[str, str], program: str
+        self, handle: ServerHandle, death_pipe: DeathPipe | None, environ: Mapping[str, str], program: str
     ) -> None:
-        self._handle, self._lifeline, self._environ = handle, lifeline, dict(environ)
+        self._handle, self._death_pipe, self._environ = handle, death_pipe, dict(environ)
         self._program = program
         #: Guards all state below. Reentrant: :meth:`keep` holds it while it calls :meth:`send`.
         self._lock = threading.RLock()
@@ -115,11 +115,11 @@ class ForkServer:
         """
         environ = dict(os.environ if environ is None else environ)
         with contextlib.ExitStack() as undo:
-            lifeline = Lifeline.make()
-            undo.callback(lifeline.close)
-            handle = ServerHandle.start(environ, lifeline, program)
+            death_pipe = DeathPipe.make()
+            undo.callback(death_pipe.close)
+            handle = ServerHandle.start(environ, death_pipe, program)
             undo.callback(handle.end)
-            server = cls(handle, lifeline, environ, program)
+            server = cls(handle, death_pipe, environ, program)
             undo.pop_all()
             return server
 
@@ -141,9 +141,9 @@ class ForkServer:
         try:
             with self._lock:
                 self._changed.wait_for(
-                    lambda: self._lifeline or self._refused or self._lost, deadline.remaining()
+                    lambda: self._death_pipe or self._refused or self._lost, deadline.remaining()
                 )
-                if self._lifeline is not None:
+                if self._death_pipe is not None:
                     self._journal.remember(Keep(path))
                     self._kept = Kept(path)  # it has stayed already
                     return self
@@ -288,10 +288,10 @@ class ForkServer:
                 self._hopeless = True
                 self._changed.notify_all()
                 raise StartError(f"{self._failures} in a row were of no use, the last one: {self._lost}")
-            assert self._lifeline is not None
+            assert self._death_pipe is not None
             handle: ServerHandle | None = None
             try:
-                handle = ServerHandle.start(self._environ, self._lifeline, self._program)
+                handle = ServerHandle.start(self._environ, self._death_pipe, self._program)
                 # Before the orders: a successor whose messages are not read must not fork. Its thread waits for the lock.
                 thread = self._begin(handle)
             except (StartError, OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
@@ -322,11 +322,11 @@ class ForkServer:
             if not self._handle.has_ended(grace + timeout):
                 self._handle.kill()
                 self._handle.has_ended(None)
-        # Before they lose their lifeline: no descriptor can be had of a process that has ended.
+        # Before they lose their death pipe: no descriptor can be had of a process that has ended.
         self._orphans.watch(self._journal.children.values())
         if self._lost is not None:
             self._orphans.terminate(grace)
-        self._let_go()  # also of the lifeline, so children that are left end now
+        self._release()  # with the death pipe, so children that are left end now
         self._orphans.release(timeout)
 
     def detach(self) -> None:
@@ -337,7 +337,7 @@ class ForkServer:
         self._wait_staying()
         if self._claim():
             self._orphans.release()
-            self._let_go()
+            self._release()
 
     def _wait_staying(self) -> None:
         """Wait until a fork server that is to stay does so: without one, its children would end with this process."""
@@ -358,15 +358,15 @@ class ForkServer:
             self._changed.notify_all()
             return claimed
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._leaving = True
         self._wake()
         # A callback of the reading thread, which can't join itself, may have closed this.
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._handle.release()
-        if self._lifeline is not None:
-            self._lifeline.close()
+        if self._death_pipe is not None:
+            self._death_pipe.close()
         os.close(self._wakeup)
         os.close(self._wakeup_write)
 
@@ -434,7 +434,7 @@ class ForkServer:
                 case Kept():
                     self._kept = message
                 case Children():
-                    self._lifeline = Lifeline(endpoint.take_descriptor())
+                    self._death_pipe = DeathPipe(endpoint.take_descriptor())
                 case SuccessorRefused(pid):
                     self._refused = pid
                 case Exited():
@@ -638,9 +638,9 @@ class ServerHandle:
         pid: int,
         log: IO[bytes] | None,
         process: subprocess.Popen[bytes] | None = None,
-        pulse: Lifeline | None = None,
+        pulse: DeathPipe | None = None,
     ) -> None:
-        # Only a fork server that was found sends a descriptor, the lifeline's; one that is started here
+        # Only a fork server that was found sends a descriptor, the death pipe's; one that is started here
         # inherits it.
         self.endpoint = Endpoint(sock, descriptors=process is None)
         self.pid = pid
@@ -648,15 +648,15 @@ class ServerHandle:
         self._pidfd = os.pidfd_open(pid)
 
     @classmethod
-    def start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
+    def start(cls, environ: Mapping[str, str], death_pipe: DeathPipe, program: str) -> ServerHandle:
         """Start a fork server. Raises ``StartError``."""
         try:
-            return cls._start(environ, lifeline, program)
+            return cls._start(environ, death_pipe, program)
         except OSError as error:
             raise StartError(f"the fork server could not be started: {error.strerror or error}") from error
 
     @classmethod
-    def _start(cls, environ: Mapping[str, str], lifeline: Lifeline, program: str) -> ServerHandle:
+    def _start(cls, environ: Mapping[str, str], death_pipe: DeathPipe, program: str) -> ServerHandle:
         with contextlib.ExitStack() as undo, contextlib.ExitStack() as copies:
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
@@ -664,21 +664,21 @@ class ServerHandle:
             copies.callback(theirs.close)
             log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
             # When this process ends, the pipe's writing end is closed: so the fork server learns of it, even while it imports.
-            reader, pulse = Lifeline.with_reader()
+            reader, pulse = DeathPipe.with_reader()
             copies.callback(os.close, reader)
             undo.callback(pulse.close)
             process = subprocess.Popen(
                 # -P: modules in the working directory must not shadow those that the fork server needs.
                 [
                     *(sys.executable, "-P", "-m", "hvdlab.launch.forkserver"),
-                    *(str(number) for number in (theirs.fileno(), os.getpid(), lifeline.descriptor)),
+                    *(str(number) for number in (theirs.fileno(), os.getpid(), death_pipe.descriptor)),
                     program,
                 ],
                 stdin=reader,
                 stdout=log,
                 stderr=log,
                 env=dict(environ),
-                pass_fds=(theirs.fileno(), lifeline.descriptor),
+                pass_fds=(theirs.fileno(), death_pipe.descriptor),
                 start_new_session=True,
             )
             undo.callback(process.wait)

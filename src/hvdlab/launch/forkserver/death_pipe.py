@@ -1,4 +1,4 @@
-"""Lifeline of a child: it ends when neither the pool's process nor the fork server is left, even if it is stopped, or stuck in C code.
+"""Death pipe of children: they end when neither the pool's process nor the fork server is left, even if they are stopped, or stuck in C code.
 
 These two hold the writing end of one pipe, into which nothing is ever written. Each child has the kernel send SIGKILL
 to its process group when the last writer is gone. So a child outlives either of the two, never both; and neither needs
@@ -13,8 +13,8 @@ import signal
 import weakref
 
 
-class Lifeline:
-    """The pool's hold of the pipe. Programs that the pool's process executes don't inherit it, and its forks give it up.
+class DeathPipe:
+    """The pool's writing end of the pipe. Programs that the pool's process executes don't inherit it, and its forks give it up.
 
     Attributes:
         descriptor: The writing end.
@@ -25,15 +25,15 @@ class Lifeline:
         _held.add(self)
 
     @classmethod
-    def make(cls) -> Lifeline:
-        """Return a lifeline of a new pipe."""
-        reader, lifeline = cls.with_reader()
+    def make(cls) -> DeathPipe:
+        """Return a new death pipe."""
+        reader, death_pipe = cls.with_reader()
         os.close(reader)
-        return lifeline
+        return death_pipe
 
     @classmethod
-    def with_reader(cls) -> tuple[int, Lifeline]:
-        """Return the reading end of a new pipe, which the caller closes, and the lifeline."""
+    def with_reader(cls) -> tuple[int, DeathPipe]:
+        """Return the reading end of a new pipe, which the caller closes, and the death pipe."""
         reader, writer = os.pipe2(os.O_CLOEXEC)
         return reader, cls(writer)
 
@@ -68,13 +68,13 @@ def wake_on_hangup(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-_held: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+_held: weakref.WeakSet[DeathPipe] = weakref.WeakSet()
 
 
-def _let_go() -> None:
-    """Close all lifelines in a fork of the pool's process (multiprocessing, say), which must not keep the children alive."""
-    for lifeline in list(_held):
-        lifeline.close()
+def _close_in_fork() -> None:
+    """Close all death pipes in a fork of the pool's process (multiprocessing, say), which must not keep the children alive."""
+    for death_pipe in list(_held):
+        death_pipe.close()
 
 
-os.register_at_fork(after_in_child=_let_go)
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -193,7 +193,7 @@ class Kept(ForkServerMessage, frozen=True):
 class Children(ForkServerMessage, frozen=True):
     """Living children, for a successor after ``Loaded``. The ends of others follow as :class:`Exited`.
 
-    The frame brings the lifeline's writing end along.
+    The frame brings the death pipe's writing end along.
 
     Attributes:
         children: The children that live.

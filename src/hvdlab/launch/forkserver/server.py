@@ -76,13 +76,13 @@ class ServerShell:
 
     Args:
         link: Connection to the pool's process.
-        lifeline: The writing end of the pipe that children depend on.
+        death_pipe: The writing end of the pipe that children depend on.
         program: The children's program.
     """
 
-    def __init__(self, link: PoolLink, lifeline: int, program: ForkedProgram) -> None:
+    def __init__(self, link: PoolLink, death_pipe: int, program: ForkedProgram) -> None:
         self._link = link
-        self._lifeline = lifeline
+        self._death_pipe = death_pipe
         #: The socket for a successor of the pool's process, if this process is to stay.
         self._listener: PoolListener | None = None
         #: Supervises the coordinator while no pool's process does.
@@ -323,7 +323,7 @@ class ServerShell:
     def _send(self, message: ForkServerMessage) -> None:
         # A new process of the pool gets the writing end along with the children: they live as long as
         # either of the two holds it.
-        descriptor = self._lifeline if isinstance(message, Children) else -1
+        descriptor = self._death_pipe if isinstance(message, Children) else -1
         with contextlib.suppress(ConnectionLost):
             self._link.endpoint.send_frame(encode(message), descriptor)
         # Also after a loss: a kept pool's next process learns of the child by `Children`, and otherwise
@@ -358,7 +358,7 @@ class ServerShell:
 
     def _fork(self, order: Fork) -> Role | None:
         try:
-            outcome = fork(order, self._program, self._lifeline, self._forget)
+            outcome = fork(order, self._program, self._death_pipe, self._forget)
         except OSError as error:
             self._answers.append(ForkReturned(order.number, error=why_not(error)))
             return None

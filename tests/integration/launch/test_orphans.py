@@ -18,5 +18,5 @@ def test_a_child_may_end_while_they_are_taken_into_sight(monkeypatch: pytest.Mon
         return -1
 
     monkeypatch.setattr(client, "open_process", opened)
-    client.Orphans().watch(children.values())
+    client.OrphanWatcher().watch(children.values())
     assert seen == [1000, 1001, 1002]

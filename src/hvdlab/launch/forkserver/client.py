@@ -1,7 +1,7 @@
 """The pool's side of the fork server: starting it, its orders and reports, and a successor when it dies.
 
-The :class:`Journal` holds a successor's needs: orders without an answer, and the children that live. From the death of a
-fork server until its successor has adopted them, :class:`Orphans` watches these children.
+The :class:`ReplayLog` has the messages that a successor needs: orders without an answer, and the children that live. From the death of a
+fork server until its successor has adopted them, :class:`OrphanWatcher` watches these children.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ForkServer:
         self._loaded: Loaded | None = None
         self._kept: Kept | None = None
         self._refused = 0
-        self._journal = Journal()
-        self._orphans = Orphans()
+        self._replay_log = ReplayLog()
+        self._orphan_watcher = OrphanWatcher()
         #: Why the fork server is gone; ``None`` while it lives. Hopeless: no successor will follow.
         self._lost: str | None = None
         self._hopeless = False
@@ -144,7 +144,7 @@ class ForkServer:
                     lambda: self._death_pipe or self._refused or self._lost, deadline.remaining()
                 )
                 if self._death_pipe is not None:
-                    self._journal.remember(Keep(path))
+                    self._replay_log.record_order(Keep(path))
                     self._kept = Kept(path)  # it has stayed already
                     return self
                 why = (
@@ -171,12 +171,12 @@ class ForkServer:
     def children(self) -> dict[int, Forked]:
         """Return number to child, for the children that live as far as this process knows."""
         with self._lock:
-            return dict(self._journal.children)
+            return dict(self._replay_log.children)
 
     def guarded(self) -> tuple[str, ...]:
         """Return the files that the fork server removes at its end."""
         with self._lock:
-            return self._journal.guarded
+            return self._replay_log.guarded
 
     def listen(self, listener: Listener, on_lost: Callable[[str], None]) -> None:
         """Have every message about children given to ``listener``, on the reading thread; it must not block.
@@ -231,7 +231,7 @@ class ForkServer:
             if self._hopeless:
                 raise StartError(f"the fork server is gone: {self._lost}")
             # Before the write: if the fork server dies in between, its successor gets the message.
-            self._journal.remember(message)
+            self._replay_log.record_order(message)
             if self._lost is None:
                 self._write(message)
 
@@ -252,7 +252,7 @@ class ForkServer:
             why = self._why_not_kept()
             if not why:
                 return
-            self._journal.forget_keeping()
+            self._replay_log.forget_keeping()
         raise StartError(f"the pool can't be kept at {path}: {why}")
 
     def _why_not_kept(self) -> str:
@@ -302,7 +302,7 @@ class ForkServer:
             self._handle.release()
             self._handle, self._thread, self._lost, self._hopeless = handle, thread, None, False
             # Under the lock: messages of send() must come after these.
-            for message in self._journal.for_successor():
+            for message in self._replay_log.replay():
                 self._write(message)
             return True
 
@@ -323,11 +323,11 @@ class ForkServer:
                 self._handle.kill()
                 self._handle.has_ended(None)
         # Before they lose their death pipe: no descriptor can be had of a process that has ended.
-        self._orphans.watch(self._journal.children.values())
+        self._orphan_watcher.watch(self._replay_log.children.values())
         if self._lost is not None:
-            self._orphans.terminate(grace)
+            self._orphan_watcher.terminate(grace)
         self._release()  # with the death pipe, so children that are left end now
-        self._orphans.release(timeout)
+        self._orphan_watcher.release(timeout)
 
     def detach(self) -> None:
         """Release the fork server; it stays if it was asked to (:meth:`keep`). Idempotent.
@@ -336,7 +336,7 @@ class ForkServer:
         """
         self._wait_staying()
         if self._claim():
-            self._orphans.release()
+            self._orphan_watcher.release()
             self._release()
 
     def _wait_staying(self) -> None:
@@ -344,7 +344,7 @@ class ForkServer:
         with self._lock:
             # The callback starts the successor, on the reading thread, so that thread can't wait for it.
             mended = self._on_lost is not None and threading.current_thread() is not self._thread
-            if mended and self._journal.keeps:
+            if mended and self._replay_log.keeps:
                 self._changed.wait_for(lambda: self._closing or self._hopeless or self._stays(), STAY_WITHIN)
 
     def _stays(self) -> bool:
@@ -426,11 +426,11 @@ class ForkServer:
 
     def _take(self, message: FromServer, endpoint: Endpoint) -> None:
         with self._lock:
-            self._journal.heard(message)
+            self._replay_log.record_report(message)
             match message:
                 case Loaded():
                     self._loaded, self._failures = message, 0
-                    self._orphans.release()  # the fork server looks after them now
+                    self._orphan_watcher.release()  # the fork server looks after them now
                 case Kept():
                     self._kept = message
                 case Children():
@@ -438,7 +438,7 @@ class ForkServer:
                 case SuccessorRefused(pid):
                     self._refused = pid
                 case Exited():
-                    message = self._orphans.complete(message)
+                    message = self._orphan_watcher.complete(message)
             self._changed.notify_all()
             if isinstance(message, Loaded | Kept | Children | SuccessorRefused):
                 return
@@ -455,8 +455,8 @@ class ForkServer:
         reason = handle.why_ended(error)
         with self._lock:
             # First: the end of a child that ends before it is watched stays unknown.
-            self._orphans.watch(self._journal.children.values())
-            ended = self._journal.died()
+            self._orphan_watcher.watch(self._replay_log.children.values())
+            ended = self._replay_log.record_death()
             # Before `_loaded` is cleared: only a fork server that did not get through its imports counts as a failure.
             self._failures += self._loaded is None
             self._loaded = self._kept = None
@@ -480,8 +480,8 @@ ORDER_TRIES = 3
 """After this many fork servers have died over the order for a child, the next one does not get it."""
 
 
-class Journal:
-    """Journal of a fork server's children and orders; :meth:`remember` and :meth:`heard` update it.
+class ReplayLog:
+    """Log of a fork server's children and orders, from which its successor gets its first messages.
 
     Attributes:
         children: Number to child, for the children that live.
@@ -499,7 +499,7 @@ class Journal:
         self._guard: Guard | None = None
         self._keep: Keep | None = None
 
-    def remember(self, message: ForkServerMessage) -> None:
+    def record_order(self, message: ForkServerMessage) -> None:
         """Record an order to the fork server."""
         match message:
             case Fork(number):
@@ -531,7 +531,7 @@ class Journal:
         """Drop the last :class:`Keep`, which failed."""
         self._keep = None
 
-    def heard(self, message: FromServer) -> None:
+    def record_report(self, message: FromServer) -> None:
         """Record a message of the fork server."""
         match message:
             case Forked(number):
@@ -548,7 +548,7 @@ class Journal:
                 self.children = {child.number: child for child in children}
                 self._guard = Guard(guarded)
 
-    def died(self) -> list[FromServer]:
+    def record_death(self) -> list[FromServer]:
         """Record the fork server's death. Returns the messages that it would have sent about processes that ended with it."""
         ended: list[FromServer] = []
         for number, order in list(self._orders.items()):
@@ -561,7 +561,7 @@ class Journal:
             ended.append(Exited(CONTROLLER, controller.pid, -1, 0, 0))
         return ended
 
-    def for_successor(self) -> list[ForkServerMessage]:
+    def replay(self) -> list[ForkServerMessage]:
         """Return the first messages to the successor."""
         settings = [message for message in (self._keep, self._guard) if message is not None]
         adopt = Adopt(tuple(self.children.values()))
@@ -569,7 +569,7 @@ class Journal:
         return [adopt, *settings, *self._orders.values(), *self._ends.values()]
 
 
-class Orphans:
+class OrphanWatcher:
     """Watcher of orphaned children. Holds a descriptor of each, which shows how it ended even long afterwards, and the memory that it had."""
 
     def __init__(self) -> None:
@@ -582,7 +582,7 @@ class Orphans:
         """Hold those of these that live."""
         for child in tuple(
             children
-        ):  # a copy: the reading thread takes a child out of the journal when it has ended
+        ):  # a copy: the reading thread takes a child out of the replay log when it has ended
             if child.pid in self._held:
                 continue
             with contextlib.suppress(OSError):  # no descriptor left: its end will be unknown

@@ -153,7 +153,7 @@ class _Trainer:
         if logger is None:
             logger = _loggers(package, place, job.remote.logs_subdir)
         # After the user's callbacks, which may log.
-        own = [_keeper(package, self, place)]
+        own = [_epoch_reporter(package, self, place)]
         if job.terminate_on_nan:
             own.append(_nan_guard(package))
         callbacks = [*job.callbacks, *given.pop("callbacks", ()), *own]
@@ -299,10 +299,10 @@ def _module(package: Any, job: LightningTraining, objective: Objective) -> Any:
     return Wrapped()
 
 
-def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
+def _epoch_reporter(package: Any, owner: _Trainer, place: str) -> Any:
     """Return a callback that reports the end of each epoch; its state is in checkpoints."""
 
-    class Keeper(package.Callback):  # type: ignore[misc]
+    class EpochReporter(package.Callback):  # type: ignore[misc]
         state_key = "hvdlab.spark"
 
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
@@ -314,7 +314,7 @@ def _keeper(package: Any, owner: _Trainer, place: str) -> Any:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             owner.history = list(state["history"])
 
-    return Keeper()
+    return EpochReporter()
 
 
 def _nan_guard(package: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
-from hvdlab.launch.forkserver.children import ChildPipes, ChildTable
+from hvdlab.launch.forkserver.children import ChildTable, SupervisedChild
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import CONTROLLER
 from support.ranks.fork_server import PATIENCE, ForkedRanks, loaded
@@ -67,11 +67,11 @@ def test_reports_to_a_stopped_controller_hold_nothing_up() -> None:
     lines = [b"rank %d has ended\n" % rank for rank in range(1000)]
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the system makes it the least that there is
-    pipes = ChildPipes(CONTROLLER, os.getpid(), -1, -1, channel=ours)
+    child = SupervisedChild(CONTROLLER, os.getpid(), -1, -1, channel=ours)
     told = threading.Event()
     with selectors.DefaultSelector() as selector:
         table = ChildTable(selector, PROGRAM)
-        table.add(pipes)
+        table.add(child)
 
         def tell() -> None:
             for line in lines:
@@ -91,7 +91,7 @@ def test_reports_to_a_stopped_controller_hold_nothing_up() -> None:
         finally:
             theirs.close()  # which frees a teller that is held up
             teller.join()
-            pipes.close()
+            child.close()
 
 
 def test_each_rank_has_random_numbers_of_its_own() -> None:

@@ -20,7 +20,7 @@ import pytest
 from hvdlab.collectives.errors import StartError
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
 from hvdlab.launch.forkserver import client
-from hvdlab.launch.forkserver.children import ChildPipes
+from hvdlab.launch.forkserver.children import SupervisedChild
 from hvdlab.launch.forkserver.death_pipe import DeathPipe
 from hvdlab.launch.forkserver.messages import Fork, Forked, ForkFailed, FromServer, Guard, Signal, encode
 from hvdlab.launch.processes import describe, detail, readable, start_time
@@ -87,26 +87,26 @@ def test_how_much_memory_an_adopted_rank_had_is_told(ranks: ForkedRanks) -> None
     assert ends[1].max_rss > 0
 
 
-def test_a_look_sees_what_memory_a_process_has_had_since() -> None:
+def test_a_sample_sees_the_memory_that_a_process_has_had_since() -> None:
     grow = "input(); x = b'x' * (80 << 20); print(); input()"
     with subprocess.Popen(
         [sys.executable, "-c", grow], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        pipes = ChildPipes.adopt(Forked(0, process.pid, start_time(process.pid)))
-        assert pipes is not None
-        before = pipes.peak
+        child = SupervisedChild.adopt(Forked(0, process.pid, start_time(process.pid)))
+        assert child is not None
+        before = child.peak
         process.stdin.write(b"\n")
         process.stdin.flush()
         process.stdout.readline()
-        pipes.look()
-        assert pipes.peak - before > 70 << 20
+        child.sample_memory()
+        assert child.peak - before > 70 << 20
         process.kill()
-        readable(pipes.pidfd, 60)
-        pipes.look()
-        assert pipes.peak - before > 70 << 20
-        pipes.close()
+        readable(child.pidfd, 60)
+        child.sample_memory()
+        assert child.peak - before > 70 << 20
+        child.close()
 
 
 def test_a_rank_that_dies_together_with_the_fork_server_is_told(ranks: ForkedRanks) -> None:

@@ -48,8 +48,8 @@ READ_SIZE = 64 * 1024
 
 
 @dataclass(slots=True)
-class ChildPipes:
-    """One child.
+class SupervisedChild:
+    """A child that the fork server supervises, with the descriptors by which it does so.
 
     Attributes:
         number, pid: The child's number and process.
@@ -60,7 +60,7 @@ class ChildPipes:
         pidfd: Becomes readable when it ends; only for an adopted process, otherwise -1.
         peak: The most memory that an adopted process was seen to have had, in bytes.
         unread: Its standard error that was read after its end, and is not part of output that it left.
-        unsaid: Bytes for the controller that its connection has not taken yet.
+        outgoing: Bytes for the controller that its connection has not taken yet.
     """
 
     number: int
@@ -73,11 +73,11 @@ class ChildPipes:
     pidfd: int = -1
     peak: int = 0
     unread: bytes = b""
-    unsaid: bytearray = field(default_factory=bytearray)
+    outgoing: bytearray = field(default_factory=bytearray)
 
     @classmethod
-    def adopt(cls, child: Forked) -> ChildPipes | None:
-        """Return the pipes of a process that another fork server has forked; ``None`` if it has ended."""
+    def adopt(cls, child: Forked) -> SupervisedChild | None:
+        """Return a process that another fork server has forked; ``None`` if it has ended."""
         pidfd = open_process(child.pid, child.started)
         if pidfd < 0:
             return None
@@ -97,7 +97,7 @@ class ChildPipes:
             self.unread = err
         return left
 
-    def last_words(self) -> Iterator[bytes]:
+    def remaining_output(self) -> Iterator[bytes]:
         """Return the rest of its log and, unless :meth:`left` has read that, of its standard error."""
         yield from _contents(self.log)
         if self.unread:
@@ -115,11 +115,11 @@ class ChildPipes:
         else:
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def look(self) -> None:
+    def sample_memory(self) -> None:
         """Record how much memory it has had: once it has ended, only its parent can find that out."""
         self.peak = max(self.peak, peak_memory(self.pid))
 
-    def bury(self) -> int | None:
+    def end_session(self) -> int | None:
         """Kill the processes that an ended child has left in its session. Returns its status as ``waitpid`` does; ``None`` if unknown."""
         # First: before Linux 6.15 the status can be read only until the parent of the process reaps it.
         status = exit_status(self.pidfd, self.pid)
@@ -129,7 +129,7 @@ class ChildPipes:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close them, in the fork server or in a child, without shutting the connection down for the other side."""
+        """Close the descriptors, in the fork server or in a child, without shutting the connection down for the other side."""
         for descriptor in (self.log, self.err, self.out, self.unsent, self.pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -155,8 +155,8 @@ def _reopen(pid: int, descriptor: int) -> int:
         return -1
 
 
-LOOK_EVERY = 1.0
-"""Seconds between two looks at the memory of adopted processes."""
+MEMORY_SAMPLE_EVERY = 1.0
+"""Seconds between two samples of the memory of adopted processes."""
 
 
 class ChildTable:
@@ -172,45 +172,45 @@ class ChildTable:
         #: Shows whether the kernel has killed a process for lack of memory since it was asked last.
         self._memory = OutOfMemoryCounter()
         #: The supervised children by number.
-        self._pipes: dict[int, ChildPipes] = {}
+        self._children: dict[int, SupervisedChild] = {}
         #: When the memory of adopted processes was read last.
-        self._looked = time.monotonic()
+        self._sampled = time.monotonic()
 
-    def add(self, pipes: ChildPipes) -> None:
+    def add(self, child: SupervisedChild) -> None:
         """Supervise one more child."""
-        self._pipes[pipes.number] = pipes
-        if pipes.log >= 0:
-            self._watch(pipes.log, functools.partial(self._read_log, pipes))
-        if pipes.channel is not None:
-            pipes.channel.setblocking(False)
-            self._watch(pipes.channel, self._serve_controller)
-        if pipes.pidfd >= 0:
-            self._watch(pipes.pidfd, functools.partial(self._adopted_ended, pipes))
+        self._children[child.number] = child
+        if child.log >= 0:
+            self._watch(child.log, functools.partial(self._read_log, child))
+        if child.channel is not None:
+            child.channel.setblocking(False)
+            self._watch(child.channel, self._serve_controller)
+        if child.pidfd >= 0:
+            self._watch(child.pidfd, functools.partial(self._adopted_ended, child))
 
     def adopt(self, child: Forked) -> list[Event]:
         """Supervise a process that another fork server has forked."""
-        pipes = ChildPipes.adopt(child)
-        if pipes is None:
+        adopted = SupervisedChild.adopt(child)
+        if adopted is None:
             return [ChildEnded(child.pid, out_of_memory=self._memory.increased())]
-        self.add(pipes)
+        self.add(adopted)
         return []
 
-    def next_look(self) -> float | None:
-        """Return the seconds until :meth:`look` is due; ``None`` for never."""
-        if all(pipes.pidfd < 0 for pipes in self._pipes.values()):
+    def next_memory_sample(self) -> float | None:
+        """Return the seconds until :meth:`sample_memory` is due; ``None`` for never."""
+        if all(child.pidfd < 0 for child in self._children.values()):
             return None
-        return max(0.0, self._looked + LOOK_EVERY - time.monotonic())
+        return max(0.0, self._sampled + MEMORY_SAMPLE_EVERY - time.monotonic())
 
-    def look(self) -> None:
+    def sample_memory(self) -> None:
         """Record the memory of adopted processes, which can't be asked for once they have ended."""
-        self._looked = time.monotonic()
-        for pipes in self._pipes.values():
-            if pipes.pidfd >= 0:
-                pipes.look()
+        self._sampled = time.monotonic()
+        for child in self._children.values():
+            if child.pidfd >= 0:
+                child.sample_memory()
 
     def kill(self, pid: int, number: int, group: bool) -> None:
         """Send a signal to one of them, or to its process group."""
-        adopted = next((p for p in self._pipes.values() if p.pid == pid and p.pidfd >= 0), None)
+        adopted = next((p for p in self._children.values() if p.pid == pid and p.pidfd >= 0), None)
         try:
             if adopted is not None:
                 adopted.send_signal(number, group)
@@ -225,60 +225,60 @@ class ChildTable:
 
     def tell_controller(self, line: bytes) -> None:
         """Write to the controller, if there is one; never blocks, even if the controller is stopped."""
-        pipes = self._pipes.get(CONTROLLER)
-        if pipes is not None and pipes.channel is not None:
-            pipes.unsaid += line
-            self._say(pipes, pipes.channel)
+        child = self._children.get(CONTROLLER)
+        if child is not None and child.channel is not None:
+            child.outgoing += line
+            self._send_to_controller(child, child.channel)
 
-    def _say(self, pipes: ChildPipes, channel: socket.socket) -> None:
+    def _send_to_controller(self, child: SupervisedChild, channel: socket.socket) -> None:
         """Write as much to the controller as its connection takes; watch for room if bytes are left."""
         try:
-            while pipes.unsaid:
-                del pipes.unsaid[: channel.send(pipes.unsaid)]
+            while child.outgoing:
+                del child.outgoing[: channel.send(child.outgoing)]
         except BlockingIOError:
             pass
         except OSError:  # it has ended
-            pipes.unsaid.clear()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if pipes.unsaid else 0)
+            child.outgoing.clear()
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.outgoing else 0)
         # It is watched no longer once its connection has ended.
         if channel in self._selector.get_map() and self._selector.get_key(channel).events != wanted:
             self._selector.modify(channel, wanted, self._serve_controller)
 
     def forget(self) -> None:
         """Close the pipes of the other children, in a forked child."""
-        for pipes in self._pipes.values():
-            pipes.close()
+        for child in self._children.values():
+            child.close()
 
     # -- output of children ---------------------------------------------------------------------------------------
 
     def _watch(self, source: object, happened: object) -> None:
         self._selector.register(source, selectors.EVENT_READ, happened)  # type: ignore[arg-type]  # has a descriptor
 
-    def _read_log(self, pipes: ChildPipes) -> list[Event]:
-        if self._pipes.get(pipes.number) is not pipes:
+    def _read_log(self, child: SupervisedChild) -> list[Event]:
+        if self._children.get(child.number) is not child:
             return []  # the child was reaped a moment ago, and its log was read then
         try:
-            data = os.read(pipes.log, READ_SIZE)
+            data = os.read(child.log, READ_SIZE)
         except BlockingIOError:
             return []
         if not data:
-            self._selector.unregister(pipes.log)
+            self._selector.unregister(child.log)
             return []
-        return [ChildWrote(pipes.number, data)]
+        return [ChildWrote(child.number, data)]
 
     def _serve_controller(self) -> list[Event]:
-        pipes = self._pipes.get(CONTROLLER)
-        if pipes is None or pipes.channel is None:
+        child = self._children.get(CONTROLLER)
+        if child is None or child.channel is None:
             return []
-        self._say(pipes, pipes.channel)
+        self._send_to_controller(child, child.channel)
         try:
-            said = pipes.channel.recv(READ_SIZE)
+            said = child.channel.recv(READ_SIZE)
         except BlockingIOError:  # there was room to write
             return []
         except ConnectionResetError:  # it ended without having read everything
             said = b""
         if not said:
-            self._selector.unregister(pipes.channel)
+            self._selector.unregister(child.channel)
             return []
         return [ControllerListens()]
 
@@ -302,24 +302,24 @@ class ChildTable:
     def _reap_one(self, pid: int) -> list[Event]:
         events: list[Event] = []
         left: bytes | None = None
-        pipes = next((pipes for pipes in self._pipes.values() if pipes.pid == pid), None)
-        if pipes is not None:
+        child = next((child for child in self._children.values() if child.pid == pid), None)
+        if child is not None:
             # What it left behind in its process group (a data loader's workers) ends with it; before it is reaped, no
             # other process can get its number.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            events, left = self._drain(pipes)
+            events, left = self._drain(child)
         try:
             _, status, usage = os.wait4(pid, 0)
         except ChildProcessError:
             # Another thread of this process has reaped it between waitid() and this call.
-            return [*events, self._ended(pid, None, 0, left)] if pipes is not None else events
+            return [*events, self._ended(pid, None, 0, left)] if child is not None else events
         return [*events, self._ended(pid, status, usage.ru_maxrss * 1024, left)]
 
-    def _adopted_ended(self, pipes: ChildPipes) -> list[Event]:
-        status = pipes.bury()
-        events, left = self._drain(pipes)
-        return [*events, self._ended(pipes.pid, status, pipes.peak, left, seen=True)]
+    def _adopted_ended(self, child: SupervisedChild) -> list[Event]:
+        status = child.end_session()
+        events, left = self._drain(child)
+        return [*events, self._ended(child.pid, status, child.peak, left, seen=True)]
 
     def _ended(
         self, pid: int, status: int | None, max_rss: int, left: bytes | None, seen: bool = False
@@ -331,16 +331,16 @@ class ChildTable:
         killed = code == -signal.SIGKILL and self._memory.increased()
         return ChildEnded(pid, max(code, -1), max(-code, 0), max_rss, killed, seen, left)
 
-    def _drain(self, pipes: ChildPipes) -> tuple[list[Event], bytes | None]:
+    def _drain(self, child: SupervisedChild) -> tuple[list[Event], bytes | None]:
         """Read a child's last words, and close its pipes."""
-        for source in (pipes.log, pipes.channel, pipes.pidfd):
+        for source in (child.log, child.channel, child.pidfd):
             if source is not None and source != -1:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(source)
-        del self._pipes[pipes.number]
-        left = pipes.left(self._program)
-        events: list[Event] = [ChildWrote(pipes.number, data) for data in pipes.last_words()]
-        pipes.close()
+        del self._children[child.number]
+        left = child.left(self._program)
+        events: list[Event] = [ChildWrote(child.number, data) for data in child.remaining_output()]
+        child.close()
         return events, left
 
 
@@ -384,12 +384,12 @@ class Birth:
 
     Attributes:
         record: The message to the pool about it.
-        pipes: Our ends of its pipes.
+        child: Its entry in the table of children.
         announced: Where to write a byte once the pool was sent ``record``, and then to close.
     """
 
     record: Forked
-    pipes: ChildPipes
+    child: SupervisedChild
     announced: int
 
 
@@ -439,7 +439,7 @@ def fork(order: Fork, program: ForkedProgram, death_pipe: int, forget: Callable[
     # The start time is there even if the child has ended by now: only this process can reap it, and does so
     # later.
     record = Forked(order.number, pid, start_time(pid), log, err, out, unsent)
-    return Birth(record, ChildPipes(order.number, pid, log, err, out, unsent, channel), announced)
+    return Birth(record, SupervisedChild(order.number, pid, log, err, out, unsent, channel), announced)
 
 
 def why_not(error: OSError) -> str:

@@ -184,8 +184,8 @@ class ServerShell:
         events: list[Event] = []
         for key, _ in ready:
             events += key.data()
-        if self._child_table.next_look() == 0.0:
-            self._child_table.look()
+        if self._child_table.next_memory_sample() == 0.0:
+            self._child_table.sample_memory()
         tick = self._state.next_tick()
         # Last: events until now, such as ends of children, come before the limit that has passed.
         if tick is not None and time.monotonic() >= tick:
@@ -196,7 +196,10 @@ class ServerShell:
         if (self._later or self._training) and not self._importing:
             return 0
         tick = self._state.next_tick()
-        waits = [self._child_table.next_look(), None if tick is None else max(0.0, tick - time.monotonic())]
+        waits = [
+            self._child_table.next_memory_sample(),
+            None if tick is None else max(0.0, tick - time.monotonic()),
+        ]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch_backlog(self) -> None:
@@ -366,7 +369,7 @@ class ServerShell:
             return outcome
         if order.number != CONTROLLER:
             self._training.clear()
-        self._child_table.add(outcome.pipes)
+        self._child_table.add(outcome.child)
         self._unannounced[outcome.record.pid] = outcome.announced
         self._answers.append(ForkReturned(order.number, outcome.record))
         return None

@@ -16,7 +16,7 @@ from hvdlab.kernel_ext.rank.pipes import FdCapture
 from hvdlab.kernel_ext.wire.cells import Chunk, Output, Stream
 from hvdlab.kernel_ext.wire.codec import decode_to_pool
 from hvdlab.kernel_ext.wire.crash_ring import CrashRing, make_area
-from hvdlab.launch.forkserver.children import ChildPipes
+from hvdlab.launch.forkserver.children import SupervisedChild
 from hvdlab.launch.forkserver.program import StdPipes
 
 # Between two instructions of these, elsewhere between two lines.
@@ -84,14 +84,14 @@ def live_and_die(die_at: int) -> tuple[int, str, str]:
     for writer in (mail_writer, written_writer, pipes.out[1], pipes.err[1]):
         os.close(writer)
     _, status = os.waitpid(child, 0)
-    shown = show(mail, ChildPipes(0, child, -1, pipes.err[0], pipes.out[0], area))
+    shown = show(mail, SupervisedChild(0, child, -1, pipes.err[0], pipes.out[0], area))
     expected = os.read(written, 1 << 16).decode("utf-8", "replace")
     for descriptor in (mail, written, pipes.out[0], pipes.err[0], area):
         os.close(descriptor)
     return status, expected, shown
 
 
-def show(mail: int, pipes: ChildPipes) -> str:
+def show(mail: int, child: SupervisedChild) -> str:
     """Return the text that the pool shows: the rank's mail, then the output that it left."""
     arrivals, chunks = ReceiveWindow([0]), list[Chunk | None]()
     while header := os.read(mail, 4):
@@ -99,7 +99,7 @@ def show(mail: int, pipes: ChildPipes) -> str:
         assert isinstance(message, Output)
         assert arrivals.output(0, message) is MessageFate.TAKE
         chunks += message.chunks
-    left = pipes.left(PROGRAM)
+    left = child.left(PROGRAM)
     assert left is not None
     found = arrivals.take_crash_output(0, decode_left(left))
     assert found is not None

@@ -61,12 +61,12 @@ class HookInstaller(Protocol[P_contra]):
     A framework without such hooks keeps a list of its own, and calls :meth:`BackwardPassCounter.accumulated` itself.
 
     Attributes:
-        another_loss: The user's remedy in this framework where another loss has made gradients once more than
+        extra_backward_hint: The user's remedy in this framework where another loss has made gradients once more than
             expected, as sentences.
     """
 
     @property
-    def another_loss(self) -> str: ...
+    def extra_backward_hint(self) -> str: ...
 
     def register(self, parameter: P_contra, hook: GradientHook) -> RemovableHook:
         """Call ``hook(parameter)`` on this rank, after each backward pass has added to the parameter's gradient."""
@@ -197,7 +197,7 @@ class BackwardPassCounter(ABC, Generic[P]):
             raise AssertionError(
                 "Gradients were computed more often than backward_passes_per_step since the last step(). Call step() "
                 "(or synchronize()) after each backward_passes_per_step backward passes, or increase it to accumulate "
-                f"more of them locally. {self._registry.another_loss}"
+                f"more of them locally. {self._registry.extra_backward_hint}"
             )
         self._left[parameter] = left - 1
         if left == 1:
@@ -311,12 +311,12 @@ class BackwardPass(Protocol):
         """
 
 
-class Announcer:
-    """Scheduler of the submission and announcement of gradients that are held. For one thread at a time.
+class SubmissionBatcher:
+    """Batcher of gradients' submissions: has those that are held submitted and announced together. For one thread at a time.
 
     Args:
         backward: Has the rest announced at the end of the backward pass.
-        reducer: Submits the held gradients. It owns the announcer, which refers to it weakly.
+        reducer: Submits the held gradients. It owns the batcher, which refers to it weakly.
     """
 
     def __init__(self, backward: BackwardPass, reducer: GradientReducer[Any, Any]) -> None:
@@ -327,7 +327,7 @@ class Announcer:
         self._since = 0.0
         self._waiting = False
 
-    def hold(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         """Count ``nbytes`` more held bytes, and announce them now, or by the end of the backward pass.
 
         Outside a backward pass the thread that waits for them announces them.
@@ -335,20 +335,20 @@ class Announcer:
         now = time.monotonic()
         if not self._waiting:
             self._waiting, self._bytes, self._since = True, 0, now
-            here: weakref.ref[Announcer] = weakref.ref(self)
-            self._backward.at_end(lambda: _announce_rest(here))
+            here: weakref.ref[SubmissionBatcher] = weakref.ref(self)
+            self._backward.at_end(lambda: _end_backward(here))
         self._bytes += nbytes
         if self._bytes >= ENOUGH_BYTES or now - self._since >= LONGEST_SECONDS:
-            self.announce()
+            self.flush()
 
-    def announce(self) -> None:
+    def flush(self) -> None:
         """Submit and announce the held gradients, if any."""
         if self._waiting:
             self._submit_held()
             context.engine().flush()
 
-    def end(self) -> None:
-        """Submit the rest at the end of the backward pass, and announce it once all announcers of that pass have submitted theirs.
+    def on_backward_end(self) -> None:
+        """Submit the rest at the end of the backward pass, and announce it once all batchers of that pass have submitted theirs.
 
         Two of them may have used one name. That is found on every rank alike if nothing is executed in between.
         """
@@ -357,21 +357,21 @@ class Announcer:
             self._backward.at_end(_flush)
 
     def _submit_held(self) -> None:
-        # First: if a bucket is refused, hold() must begin afresh in the next backward pass.
+        # First: if a bucket is refused, add() must begin afresh in the next backward pass.
         self._waiting = False
         reducer = self._reducer()
         if reducer is not None:
             reducer.start_held()
 
-    def forget(self) -> None:
-        """Forget the held gradients: their reduction has ended."""
+    def discard(self) -> None:
+        """Discard the held gradients: their reduction has ended."""
         self._waiting = False
 
 
-def _announce_rest(announcer: weakref.ref[Announcer]) -> None:
-    found = announcer()
+def _end_backward(batcher: weakref.ref[SubmissionBatcher]) -> None:
+    found = batcher()
     if found is not None and context.is_initialized():
-        found.end()
+        found.on_backward_end()
 
 
 def _flush() -> None:
@@ -411,12 +411,12 @@ class GradientAdapter(HookInstaller[P_contra], BackwardPass, Protocol[P_contra, 
     All functions are called on the thread of the backward pass, or of ``synchronize``.
 
     Attributes:
-        names_twice: The meaning, and the user's remedy in this framework, if two optimizers reduce gradients of the
+        duplicate_name_hint: The meaning, and the user's remedy in this framework, if two optimizers reduce gradients of the
             same name at once, as sentences.
     """
 
     @property
-    def names_twice(self) -> str: ...
+    def duplicate_name_hint(self) -> str: ...
 
     def untracked(self) -> AbstractContextManager[object]:
         """Return a context within which no operation is recorded for differentiation."""
@@ -509,7 +509,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
         self._bucket_of: dict[P, _Bucket[P, T]] = {}
         #: Buckets whose allreduce is due in the next turn.
         self._held: list[_Bucket[P, T]] = []
-        self._announcer = Announcer(adapter, self)
+        self._batcher = SubmissionBatcher(adapter, self)
         #: The allreduce of this step's buckets. Made again for each step: the process set's id can be another by then.
         self._operation: Operation | None = None
 
@@ -526,7 +526,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
             if bucket.nbytes < 0:
                 bucket.nbytes = self._dense_bytes(bucket)
             self._held.append(bucket)
-            self._announcer.hold(bucket.nbytes)
+            self._batcher.add(bucket.nbytes)
 
     def synchronize(self) -> None:
         """Reduce the gradients that are still missing, wait for all, and leave the results in the parameters' gradients.
@@ -570,7 +570,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
 
     def reset(self) -> None:
         super().reset()
-        self._announcer.forget()
+        self._batcher.discard()
         self._held.clear()
         self._operation = None
         for bucket in self._buckets:
@@ -603,7 +603,7 @@ class GradientReducer(BackwardPassCounter[P], Generic[P, T]):
             self._submit(bucket, site)
         except DuplicateNameError as error:
             raise DuplicateNameError(
-                error.name, error.first_site, error.second_site, self._adapter.names_twice
+                error.name, error.first_site, error.second_site, self._adapter.duplicate_name_hint
             ) from None
 
     def _submit(self, bucket: _Bucket[P, T], site: str) -> None:

@@ -140,17 +140,17 @@ def received(
     )
 
 
-ANOTHER_LOSS = (
+EXTRA_BACKWARD_HINT = (
     "If it was another loss that reached these parameters, as a GAN's generator loss reaches the discriminator's, keep "
     "it from making their gradients: call requires_grad_(False) on that module before that loss is computed, and "
     "requires_grad_(True) after its backward pass."
 )
 """For errors: what may have happened if gradients were computed once more than expected, and what to do."""
 
-_NAMES_TWICE = (
+_DUPLICATE_NAME_HINT = (
     "it is a gradient, of which another DistributedOptimizer has one of this name. Give both named_parameters=, with "
     "names of their own: [(f'D.{name}', p) for name, p in D.named_parameters()]. "
-    f"{ANOTHER_LOSS}"
+    f"{EXTRA_BACKWARD_HINT}"
 )
 
 
@@ -161,8 +161,8 @@ class TorchGradients:
         sparse_as_dense: Whether sparse gradients are reduced as dense ones, and made sparse again. It can be set between steps.
     """
 
-    another_loss = ANOTHER_LOSS
-    names_twice = _NAMES_TWICE
+    extra_backward_hint = EXTRA_BACKWARD_HINT
+    duplicate_name_hint = _DUPLICATE_NAME_HINT
 
     def __init__(self, *, sparse_as_dense: bool = False) -> None:
         self.sparse_as_dense = sparse_as_dense
@@ -423,7 +423,7 @@ class DistributedBase(torch.optim.Optimizer):
         if self._watcher.in_progress:
             raise AssertionError(
                 "zero_grad() was called after a backward pass and before step() or synchronize(), while gradients may "
-                f"still be being reduced. Call step() first, or synchronize() to drop this step. {ANOTHER_LOSS}"
+                f"still be being reduced. Call step() first, or synchronize() to drop this step. {EXTRA_BACKWARD_HINT}"
             )
         super().zero_grad(set_to_none)
 

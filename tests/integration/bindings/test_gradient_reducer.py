@@ -140,7 +140,7 @@ def dropped_between_turns(failed: bool) -> tuple[int, list[float]]:
         first.hooks[0](first)
         assert all(bucket.work is None for bucket in reducer._buckets), "there was no turn yet"
         if rank == 0 and not failed:
-            reducer._announcer.announce()
+            reducer._batcher.flush()
             assert reducer._buckets[0].work is not None
         raise ZeroDivisionError
     engine.failed_cells += failed

@@ -37,8 +37,8 @@ class _Registered:
 class FakeGradients:
     """``GradientAdapter`` of dense gradients."""
 
-    another_loss = "Look for another loss."
-    names_twice = "name your optimizers."
+    extra_backward_hint = "Look for another loss."
+    duplicate_name_hint = "name your optimizers."
 
     def __init__(self) -> None:
         #: The callbacks due at the end of the backward pass that runs; ``None`` outside of one.

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from hvdlab.bindings import gradient_reducer
-from hvdlab.bindings.gradient_reducer import ENOUGH_BYTES, Announcer
+from hvdlab.bindings.gradient_reducer import ENOUGH_BYTES, SubmissionBatcher
 from hvdlab.collectives import context
 from support.fakes.framework import FakeGradients
 
@@ -26,15 +26,11 @@ class Clock:
 
 
 class Owner:
-    """Owner of gradients, in the place of a reducer, whose announcer decides when they are submitted."""
+    """Owner of gradients, in the place of a reducer, whose batcher decides when they are submitted."""
 
     def __init__(self, framework: FakeGradients, made: list[str]) -> None:
-        self.announcer = Announcer(framework, self)  # type: ignore[arg-type]  # stands in for a GradientReducer
-        self.hold, self.announce, self.forget = (
-            self.announcer.hold,
-            self.announcer.announce,
-            self.announcer.forget,
-        )
+        self.batcher = SubmissionBatcher(framework, self)  # type: ignore[arg-type]  # stands in for a GradientReducer
+        self.add, self.flush, self.discard = self.batcher.add, self.batcher.flush, self.batcher.discard
         self._made = made
 
     def start_held(self) -> None:
@@ -61,61 +57,59 @@ def clock() -> Iterator[Clock]:
 
 def test_the_rest_is_announced_once_at_the_end_of_the_backward_pass(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
-    announcer = Owner(framework, flushes)
+    batcher = Owner(framework, flushes)
     with framework.backward():
-        announcer.hold(1)
-        announcer.hold(1)
+        batcher.add(1)
+        batcher.add(1)
         assert flushes == []
     assert flushes == TURN
-    announcer.announce()
+    batcher.flush()
     assert flushes == TURN
 
 
 def test_enough_bytes_do_not_wait(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
-    announcer = Owner(framework, flushes)
+    batcher = Owner(framework, flushes)
     with framework.backward():
-        announcer.hold(ENOUGH_BYTES // 2)
+        batcher.add(ENOUGH_BYTES // 2)
         assert flushes == []
-        announcer.hold(ENOUGH_BYTES // 2)
+        batcher.add(ENOUGH_BYTES // 2)
         assert flushes == TURN
-        announcer.hold(ENOUGH_BYTES)
+        batcher.add(ENOUGH_BYTES)
         assert flushes == TURN * 2
     assert flushes == TURN * 2
 
 
 def test_the_next_one_takes_along_what_has_waited(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
-    announcer = Owner(framework, flushes)
+    batcher = Owner(framework, flushes)
     with framework.backward():
-        announcer.hold(1)
+        batcher.add(1)
         clock.now += 2 * gradient_reducer.LONGEST_SECONDS
-        announcer.hold(1)
+        batcher.add(1)
         assert flushes == TURN
 
 
 def test_outside_of_a_backward_pass_it_waits_for_the_one_that_needs_it(
     flushes: list[str], clock: Clock
 ) -> None:
-    announcer = Owner(FakeGradients(), flushes)
-    announcer.hold(1)
+    batcher = Owner(FakeGradients(), flushes)
+    batcher.add(1)
     assert flushes == []
-    announcer.announce()
+    batcher.flush()
     assert flushes == TURN
-    announcer.hold(1)
-    announcer.forget()
-    announcer.announce()
+    batcher.add(1)
+    batcher.discard()
+    batcher.flush()
     assert flushes == TURN
 
 
-def test_the_end_of_a_backward_pass_does_not_keep_an_announcer_alive(
-    flushes: list[str], clock: Clock
-) -> None:
+def test_the_end_of_a_backward_pass_does_not_keep_a_batcher_alive(flushes: list[str], clock: Clock) -> None:
     framework = FakeGradients()
     with framework.backward():
-        announcer = Owner(framework, flushes)
-        announcer.hold(1)
-        del announcer
+        batcher = Owner(framework, flushes)
+        batcher.add(1)
+        del batcher
     assert flushes == []
 
 
@@ -125,6 +119,6 @@ def test_all_that_share_a_backward_pass_have_submitted_before_anything_is_announ
     framework = FakeGradients()
     one, other = Owner(framework, flushes), Owner(framework, flushes)
     with framework.backward():
-        one.hold(1)
-        other.hold(1)
+        one.add(1)
+        other.add(1)
     assert flushes[:3] == ["submit", "submit", "flush"]

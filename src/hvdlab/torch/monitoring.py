@@ -61,7 +61,7 @@ class TorchWatch(TrainingWatch):
         self._optimizer = optimizer
         self._scaler = scaler
         self._meter.batch_size = batch_size
-        self._late = LateValues(record_metric)
+        self._scalars = AsyncScalars(record_metric)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -82,7 +82,7 @@ class TorchWatch(TrainingWatch):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Any) -> None:
         step, now = self._meter.count, time.monotonic_ns()  # the meter's hook ran before this one
-        self._late.take()
+        self._scalars.poll()
         if context.is_initialized():
             for name, rate in learning_rates(optimizer):
                 record_metric(name, rate, step, now)
@@ -95,7 +95,7 @@ class TorchWatch(TrainingWatch):
             return
         # A GradScaler sets this attribute on a fused optimizer, which divides by it itself.
         scale = getattr(optimizer, "grad_scale", None)
-        self._late.put(GRADIENT_NORM, norm if scale is None else norm / scale, step, now)
+        self._scalars.add(GRADIENT_NORM, norm if scale is None else norm / scale, step, now)
 
     def close(self) -> None:
         """Record no more learning rates, norms of gradients and loss scales. Idempotent.
@@ -104,7 +104,7 @@ class TorchWatch(TrainingWatch):
         """
         for hook in self._hooks:
             hook.remove()
-        self._late.finish()
+        self._scalars.drain()
         # A later watch of the optimizer stays known, also if this one is closed once more.
         if vars(self._optimizer).get(_WATCH) is self:
             del vars(self._optimizer)[_WATCH]
@@ -220,7 +220,7 @@ class CudaEvent(Protocol):
     def synchronize(self) -> None: ...
 
 
-class _Late(NamedTuple):
+class _PendingScalar(NamedTuple):
     name: str
     copy: torch.Tensor
     done: CudaEvent
@@ -228,8 +228,8 @@ class _Late(NamedTuple):
     time_ns: int
 
 
-class LateValues:
-    """Recorder of numbers once a GPU has computed them, with the step and the time at which they were put here.
+class AsyncScalars:
+    """Recorder of numbers once a GPU has computed them, with the step and the time at which they were added.
 
     Args:
         record: Called with the name, the value, the step, and the time in ns.
@@ -238,9 +238,9 @@ class LateValues:
     def __init__(self, record: RecordNumber) -> None:
         self._record = record
         #: Numbers on their way from a GPU, the oldest first.
-        self._waiting: deque[_Late] = deque()
+        self._waiting: deque[_PendingScalar] = deque()
 
-    def put(self, name: str, value: torch.Tensor, step: int, time_ns: int) -> None:
+    def add(self, name: str, value: torch.Tensor, step: int, time_ns: int) -> None:
         """Record a tensor with one element: at once, or later if it is on a CUDA device."""
         if value.device.type != "cuda":
             self._record(name, float(value.item()), step, time_ns)
@@ -249,30 +249,30 @@ class LateValues:
         copy = value.detach().to("cpu", non_blocking=True)
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(value.device))
-        self.wait_for(name, copy, done, step, time_ns)
+        self.add_copy(name, copy, done, step, time_ns)
 
-    def wait_for(self, name: str, copy: torch.Tensor, done: CudaEvent, step: int, time_ns: int) -> None:
+    def add_copy(self, name: str, copy: torch.Tensor, done: CudaEvent, step: int, time_ns: int) -> None:
         """Record the element of ``copy``, a tensor in host memory, once the event ``done`` has come."""
-        self._waiting.append(_Late(name, copy, done, step, time_ns))
+        self._waiting.append(_PendingScalar(name, copy, done, step, time_ns))
         if len(self._waiting) > MOST_WAITING:
             # A loop that runs far ahead of the GPU would otherwise hold ever more events and copies.
             self._waiting[0].done.synchronize()
-        self.take()
+        self.poll()
 
-    def take(self) -> None:
+    def poll(self) -> None:
         """Record the numbers that have arrived by now, without waiting."""
         while self._waiting and self._waiting[0].done.query():
-            self._one(self._waiting.popleft())
+            self._record_one(self._waiting.popleft())
 
-    def finish(self) -> None:
+    def drain(self) -> None:
         """Wait for the remaining numbers and record them."""
         while self._waiting:
-            late = self._waiting.popleft()
-            late.done.synchronize()
-            self._one(late)
+            scalar = self._waiting.popleft()
+            scalar.done.synchronize()
+            self._record_one(scalar)
 
-    def _one(self, late: _Late) -> None:
-        self._record(late.name, float(late.copy.item()), late.step, late.time_ns)
+    def _record_one(self, scalar: _PendingScalar) -> None:
+        self._record(scalar.name, float(scalar.copy.item()), scalar.step, scalar.time_ns)
 
 
 class TorchDivergenceWatch(DivergenceWatch):

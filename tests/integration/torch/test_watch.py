@@ -16,7 +16,7 @@ from hvdlab.bindings.monitoring import StepMeter
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.collectives.tracing.record_format import Metric, decode
-from hvdlab.torch.monitoring import MOST_WAITING, LateValues, gradient_norm
+from hvdlab.torch.monitoring import MOST_WAITING, AsyncScalars, gradient_norm
 from support.engine_probe import EngineProbe
 from support.metric_points import recorded_points
 from support.ranks.resident import Ranks
@@ -345,15 +345,15 @@ class Event:
 
 def test_what_a_device_computes_is_recorded_when_it_is_there() -> None:
     recorded: list[tuple[str, float, int, int]] = []
-    late = LateValues(lambda *one: recorded.append(one))
+    scalars = AsyncScalars(lambda *one: recorded.append(one))
     first, second = Event(), Event()
-    late.wait_for("norm", torch.tensor(1.0), first, 10, 100)
-    late.wait_for("norm", torch.tensor(2.0), second, 20, 200)
+    scalars.add_copy("norm", torch.tensor(1.0), first, 10, 100)
+    scalars.add_copy("norm", torch.tensor(2.0), second, 20, 200)
     assert recorded == []
     first.done = True
-    late.take()
+    scalars.poll()
     assert recorded == [("norm", 1.0, 10, 100)]
-    late.finish()
+    scalars.drain()
     assert recorded == [("norm", 1.0, 10, 100), ("norm", 2.0, 20, 200)]
     assert not first.waited
     assert second.waited
@@ -361,10 +361,10 @@ def test_what_a_device_computes_is_recorded_when_it_is_there() -> None:
 
 def test_a_device_that_is_far_behind_is_waited_for() -> None:
     recorded: list[tuple[str, float, int, int]] = []
-    late = LateValues(lambda *one: recorded.append(one))
+    scalars = AsyncScalars(lambda *one: recorded.append(one))
     events = [Event() for _ in range(MOST_WAITING + 2)]
     for number, event in enumerate(events):
-        late.wait_for("norm", torch.tensor(float(number)), event, number, number)
+        scalars.add_copy("norm", torch.tensor(float(number)), event, number, number)
     assert [value for _, value, _, _ in recorded] == [0.0, 1.0]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.torch.c10d import agree
-from hvdlab.torch.c10d.resync import Agreement, _Account, decide
+from hvdlab.torch.c10d.resync import Agreement, _ReplicaDigest, choose_sources
 from support.ranks.resident import Ranks
 
 SIZE = 4
@@ -245,24 +245,32 @@ def test_the_same_wrapped_model_trains_on_after_a_cell_that_failed_within_it(
         assert list(went_on) == [("the ranks agree", True)] * SIZE
 
 
-def _account(steps: int | None, place: int = 0, **digests: str) -> _Account:
-    return _Account(((place,),), ("w",), {name: text.encode() for name, text in digests.items()}, steps)
+def _digest_of(steps: int | None, place: int = 0, **digests: str) -> _ReplicaDigest:
+    return _ReplicaDigest(((place,),), ("w",), {name: text.encode() for name, text in digests.items()}, steps)
 
 
 def test_without_a_count_of_steps_the_majority_decides() -> None:
-    accounts = [_account(None, w="a"), _account(None, w="b"), _account(None, w="b"), _account(None, w="a")]
-    assert decide(accounts).sources == {1: 0, 2: 0}
-    assert decide(accounts[:3]).sources == {0: 1}
-    assert decide(accounts[:1] * 3).sources == {}
+    replicas = [
+        _digest_of(None, w="a"),
+        _digest_of(None, w="b"),
+        _digest_of(None, w="b"),
+        _digest_of(None, w="a"),
+    ]
+    assert choose_sources(replicas).sources == {1: 0, 2: 0}
+    assert choose_sources(replicas[:3]).sources == {0: 1}
+    assert choose_sources(replicas[:1] * 3).sources == {}
 
 
 def test_models_of_other_parameters_are_refused_by_their_names() -> None:
-    other = _Account(((0,),), ("w", "bias"), {"w": b"a", "bias": b"b"}, 1)
+    other = _ReplicaDigest(((0,),), ("w", "bias"), {"w": b"a", "bias": b"b"}, 1)
     with pytest.raises(InvalidRequestError, match="rank 1 has a parameter `bias`, and rank 0 has not"):
-        decide([_account(1, w="a"), other])
+        choose_sources([_digest_of(1, w="a"), other])
 
 
 def test_a_rank_without_an_optimizers_state_gets_it() -> None:
-    accounts = [_account(0, w="a"), _Account(((0,),), ("w",), {"w": b"b", "optimizer: w.step": b"1"}, 1)]
-    found = decide(accounts)
+    replicas = [
+        _digest_of(0, w="a"),
+        _ReplicaDigest(((0,),), ("w",), {"w": b"b", "optimizer: w.step": b"1"}, 1),
+    ]
+    found = choose_sources(replicas)
     assert (found.sources, found.tensors) == ({0: 1}, ("w", "optimizer: w.step"))

@@ -58,8 +58,8 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class _Account:
-    """Account of a rank's model and optimizer for the others.
+class _ReplicaDigest:
+    """Digest of a rank's replica: its model and optimizer, as the other ranks compare them.
 
     Attributes:
         place: Which shard of each parameter and buffer the rank has: ranks with the same place should have the same values.
@@ -123,38 +123,38 @@ def agree(
     model.zero_grad(set_to_none=True)
     # Before the fingerprints: parameters that fully_shard has gathered are not the shards that the ranks
     # compare.
-    _begin_anew(model)
-    accounts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(accounts, _account(model, optimizer, buffers), group)
-    agreement = decide(accounts)
+    _reset_wrappers(model)
+    replicas: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(replicas, _digest_of(model, optimizer, buffers), group)
+    agreement = choose_sources(replicas)
     if agreement.sources:
         _bring(model, optimizer, buffers, agreement, group)
     return agreement
 
 
-def decide(accounts: Sequence[_Account]) -> Agreement:
-    """Decide which rank gets the values of which other rank, from the accounts of all ranks, by rank.
+def choose_sources(replicas: Sequence[_ReplicaDigest]) -> Agreement:
+    """Choose which rank gets the values of which other rank, from the digests of all ranks' replicas, by rank.
 
-    A function of the accounts alone, so that every rank comes to the same result.
+    A function of these alone, so that every rank comes to the same result.
 
     Raises:
         InvalidRequestError: The ranks can't be made to agree: they have different parameters, or no rank that is ahead has the
             shards of a rank that is behind.
     """
-    for rank, account in enumerate(accounts):
-        if odd := set(account.parameters) ^ set(accounts[0].parameters):
+    for rank, replica in enumerate(replicas):
+        if odd := set(replica.parameters) ^ set(replicas[0].parameters):
             name = visible(min(odd))
-            has, lacks = (rank, 0) if name in account.parameters else (0, rank)
+            has, lacks = (rank, 0) if name in replica.parameters else (0, rank)
             raise InvalidRequestError(
                 f"agree() is for models that are alike: rank {has} has a parameter `{name}`, and rank {lacks} has not."
             )
-    steps = tuple(account.steps for account in accounts)
+    steps = tuple(replica.steps for replica in replicas)
     most = max((count for count in steps if count is not None), default=None)
     ahead = [rank for rank, count in enumerate(steps) if count == most]
     sources: dict[int, int] = {}
-    for place in dict.fromkeys(account.place for account in accounts):
-        ranks = [rank for rank, account in enumerate(accounts) if account.place == place]
-        wholes = {rank: accounts[rank].whole() for rank in ranks}
+    for place in dict.fromkeys(replica.place for replica in replicas):
+        ranks = [rank for rank, replica in enumerate(replicas) if replica.place == place]
+        wholes = {rank: replicas[rank].whole() for rank in ranks}
         if not (chosen := [rank for rank in ranks if rank in ahead]):
             raise InvalidRequestError(
                 f"{format_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} at step {steps[ranks[0]]} and "
@@ -167,14 +167,14 @@ def decide(accounts: Sequence[_Account]) -> Agreement:
     names = dict.fromkeys(
         name
         for rank, source in sources.items()
-        for name in (*accounts[source].digests, *accounts[rank].digests)
-        if accounts[rank].digests.get(name) != accounts[source].digests.get(name)
+        for name in (*replicas[source].digests, *replicas[rank].digests)
+        if replicas[rank].digests.get(name) != replicas[source].digests.get(name)
     )
     return Agreement(sources, tuple(names), steps)
 
 
-def _begin_anew(model: torch.nn.Module) -> None:
-    """Let the wrappers around the model forget a pass that failed in its middle on some ranks."""
+def _reset_wrappers(model: torch.nn.Module) -> None:
+    """Reset the wrappers around the model after a pass that failed in its middle on some ranks."""
     from torch.distributed.fsdp import FSDPModule
 
     within: set[torch.nn.Module] = set()
@@ -228,7 +228,9 @@ def _tensors(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch
         yield from model.named_buffers()
 
 
-def _account(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, buffers: bool) -> _Account:
+def _digest_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, buffers: bool
+) -> _ReplicaDigest:
     named = dict(_tensors(model, buffers))
     digests = {name: of_tensor(_local(tensor)) for name, tensor in named.items()}
     steps: list[int] = []
@@ -242,7 +244,7 @@ def _account(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, bu
                 if key == "step":
                     steps.append(int(value))
     place = tuple(_place(tensor) for tensor in named.values())
-    return _Account(place, tuple(named), digests, max(steps, default=None if optimizer is None else 0))
+    return _ReplicaDigest(place, tuple(named), digests, max(steps, default=None if optimizer is None else 0))
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ class BackwardPassCounter(ABC, Generic[P]):
     @property
     def in_progress(self) -> bool:
         """Return whether a backward pass has been made since the last step (and not in a cell that failed)."""
-        self._drop_what_was_given_up()
+        self._drop_abandoned_step()
         return self._touched
 
     def accumulated(self, parameter: P) -> None:
@@ -188,7 +188,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         """
         # Before this pass counts: on top of the half step that a failed cell has left, it would be one too
         # many.
-        self._drop_what_was_given_up()
+        self._drop_abandoned_step()
         if not self._touched:
             self._touched, self._failed_cells = True, context.engine().failed_cells
             self.settled = self.stepped = False
@@ -224,7 +224,7 @@ class BackwardPassCounter(ABC, Generic[P]):
         self._touched = self._unfinished = False
         self._left = dict.fromkeys(self._left, self.passes)
 
-    def _drop_what_was_given_up(self) -> None:
+    def _drop_abandoned_step(self) -> None:
         """Drop a step that a failed cell left half done, or that was interrupted while it was synchronized."""
         if self._unfinished or (self._touched and self._failed_cells != context.engine().failed_cells):
             self.drop()

@@ -116,17 +116,19 @@ class LocalGradientAggregationHelper:
         if self.backward_passes_per_step == 1:
             return self._reduced(dense, vars)
         self.build(dense, vars)
-        # Where the ranks could not reduce the sums of the last pass, they are there still, and that step is given up.
+        # Where the ranks could not reduce the sums of the last pass, they are there still, and that step is abandoned.
         before = self.counter.read_value()
-        given_up = tf.greater_equal(before, self.backward_passes_per_step)
+        abandoned = tf.greater_equal(before, self.backward_passes_per_step)
         sums: list[Any] = []
         for number, (total, gradient) in enumerate(zip(self.locally_aggregated_grads, dense, strict=True)):
             if gradient is not None:
                 self._seen.add(number)
             more = tf.zeros_like(total) if gradient is None else gradient
             summed = number in self._seen
-            sums.append(total.assign(tf.where(given_up, more, total.read_value() + more)) if summed else None)
-        counter = self.counter.assign(tf.where(given_up, 1, before + 1))
+            sums.append(
+                total.assign(tf.where(abandoned, more, total.read_value() + more)) if summed else None
+            )
+        counter = self.counter.assign(tf.where(abandoned, 1, before + 1))
         present = [i for i, each in enumerate(sums) if each is not None]
         with tf.control_dependencies(
             [] if tf.executing_eagerly() else [counter, *(sums[i] for i in present)]

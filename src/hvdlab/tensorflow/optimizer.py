@@ -137,8 +137,8 @@ class _DistributedAdasumOptimizer(_Wrapping):
         variables = [variable for _, variable in pairs]
         self._prepare(variables)
         before = self._counter.read_value()
-        given_up = tf.greater_equal(before, self._passes)  # the ranks could not combine the steps before
-        first = tf.logical_or(tf.equal(before, 0), given_up)
+        abandoned = tf.greater_equal(before, self._passes)  # the ranks could not combine the steps before
+        first = tf.logical_or(tf.equal(before, 0), abandoned)
         kept = [
             start.assign(tf.where(first, variable, start))
             for start, variable in zip(self._starts, variables, strict=True)
@@ -150,7 +150,7 @@ class _DistributedAdasumOptimizer(_Wrapping):
         ):
             stepped = self._optimizer.apply_gradients(pairs, *args, **kwargs)
         with tf.control_dependencies(_graph_only([stepped])):
-            counter = self._counter.assign(tf.where(given_up, 1, before + 1))
+            counter = self._counter.assign(tf.where(abandoned, 1, before + 1))
             return tf.cond(
                 tf.equal(counter, self._passes),
                 lambda: self._combine(variables),

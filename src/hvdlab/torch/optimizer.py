@@ -729,10 +729,10 @@ class AdasumMixin(DistributedBase):
         if closure is None:
             self._warn_of_a_step_without_backward()
         self._watch(0)  # parameters that were unfrozen since the last step
-        own = None if closure is None else self._counted_anew(closure)
+        own = None if closure is None else self._counted_from_zero(closure)
         return self._watcher.around(lambda: self._plain_step(own))
 
-    def _counted_anew(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _counted_from_zero(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure, with the count of backward passes set back to zero before and after each call."""
 
         def counted() -> Any:

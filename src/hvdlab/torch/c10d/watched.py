@@ -492,7 +492,7 @@ class WatchedGroup(HvdlabProcessGroup):
             # would meet other buckets, of ranks that begin the step again: messages of other sizes, at which Gloo ends the process. An error
             # here would leave the wrapped model in the middle of its reduction for ever.
             if generation.split and torch._C._current_graph_task_id() in generation.split:
-                return self._given_up(operation, channel, part.about)
+                return self._abandoned(operation, channel, part.about)
             with self._launching:
                 inner = generation.inner
                 # _ready() waited without the lock, so this generation can have ended since.
@@ -512,7 +512,7 @@ class WatchedGroup(HvdlabProcessGroup):
             return bool(self._root(method, args[-1]) == self.rank()) == (method == "reduce")
         return method != "send"
 
-    def _given_up(self, operation: str, channel: str, about: str) -> WatchedWork:
+    def _abandoned(self, operation: str, channel: str, about: str) -> WatchedWork:
         """Return the work of a launch that is not made: it has ended with the generation in which its backward pass has begun."""
         assert self._last_end is not None
         former = Generation(self._last_end.generation)

@@ -106,7 +106,7 @@ class BackwardPassCounter(ABC, Generic[P]):
     raises an error when it is used.
 
     Args:
-        registry: Where the framework registers hooks.
+        installer: Registers hooks with the framework.
         passes: How many backward passes make up a step.
 
     Attributes:
@@ -115,10 +115,10 @@ class BackwardPassCounter(ABC, Generic[P]):
         passes: As given, or as set since.
     """
 
-    def __init__(self, registry: HookInstaller[P], passes: int) -> None:
+    def __init__(self, installer: HookInstaller[P], passes: int) -> None:
         self.settled = self.stepped = False
         self.passes = passes
-        self._registry = registry
+        self._installer = installer
         #: Each watched parameter, and how many backward passes of this step have not reached it yet.
         self._left: dict[P, int] = {}
         #: Whether a backward pass has reached any parameter since the last step.
@@ -143,11 +143,11 @@ class BackwardPassCounter(ABC, Generic[P]):
                 # that this one is about to reduce.
                 previous.retire()
             self._left[parameter] = self.passes
-            self._hooks.append(self._registry.register(parameter, GradientHook(self)))
+            self._hooks.append(self._installer.register(parameter, GradientHook(self)))
 
     def _watcher_of(self, parameter: P) -> BackwardPassCounter[Any] | None:
         """Return the watcher of this parameter's gradient so far."""
-        hooks = self._registry.registered(parameter)
+        hooks = self._installer.registered(parameter)
         found = (hook.watcher for hook in hooks if isinstance(hook, GradientHook))
         return next((watcher for watcher in found if watcher is not None), None)
 
@@ -197,7 +197,7 @@ class BackwardPassCounter(ABC, Generic[P]):
             raise AssertionError(
                 "Gradients were computed more often than backward_passes_per_step since the last step(). Call step() "
                 "(or synchronize()) after each backward_passes_per_step backward passes, or increase it to accumulate "
-                f"more of them locally. {self._registry.extra_backward_hint}"
+                f"more of them locally. {self._installer.extra_backward_hint}"
             )
         self._left[parameter] = left - 1
         if left == 1:

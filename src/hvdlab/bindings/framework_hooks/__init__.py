@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
 
 
-class OnDevice(Protocol):
-    """Facts about an array's elements, found on the device that they are on, without moving them."""
+class DeviceInspector(Protocol):
+    """Inspector of an array's elements on their device, without moving them."""
 
     def fingerprints(self) -> bytes:
         """Return a fingerprint of :data:`~hvdlab.bindings.fingerprints.SIZE` bytes for each block, one behind the other; equal ones mean equal bytes.
@@ -59,7 +59,7 @@ class ArraySource:
         nbytes: Of all elements.
         itemsize: Bytes of one.
         read: ``read(offset, length)``: these bytes, without a copy if they are in this process's memory.
-        on_device: Works on the elements where they are; ``None`` if it is as well to read them. Whether there is one depends on the kind of
+        on_device: Inspects the elements where they are; ``None`` if it is as well to read them. Whether there is one depends on the kind of
             device and ``nbytes`` only, so it is the same on all ranks for arrays that are alike in these.
     """
 
@@ -70,7 +70,7 @@ class ArraySource:
     nbytes: int
     itemsize: int
     read: Callable[[int, int], Bytes]
-    on_device: OnDevice | None = None
+    on_device: DeviceInspector | None = None
 
     @property
     def block(self) -> int:

@@ -302,7 +302,7 @@ def _works_on(device: Any) -> bool:
 
 
 class TensorOnDevice:
-    """Facts as of :class:`~hvdlab.bindings.framework_hooks.OnDevice`. If the device's memory is full, blocks are computed on the host, in the same way.
+    """A :class:`~hvdlab.bindings.framework_hooks.DeviceInspector`. If the device's memory is full, blocks are computed on the host, in the same way.
 
     Args:
         raw: The bytes, in one dimension.

@@ -1,6 +1,6 @@
 """Runs a job: coordinator, starter, output and signals around the :class:`~hvdlab.runner.supervisor.Supervisor`.
 
-All threads post to one :class:`EventQueue`: output, starts and ends of ranks, news of the coordinator, signals. The loop of
+All threads post to one :class:`EventQueue`: output, starts and ends of ranks, events of the coordinator, signals. The loop of
 :class:`JobRun` alone reads from it and acts. :class:`CoordinatorSupervisor` replaces a coordinator that dies.
 """
 
@@ -96,7 +96,7 @@ class JobRun:
         #: Which hosts there are, if that has changed and the supervisor does not know yet.
         self._changed: e.Hosts | None = None
         #: Everything that other threads and signals report to the loop.
-        self._news = EventQueue()
+        self._events = EventQueue()
         self._client: Client | None = None
         self._starter: Starter | None = None
 
@@ -108,8 +108,8 @@ class JobRun:
         """
         with contextlib.ExitStack() as cleanup:
             # First, so that it runs last: the threads of everything below may post until they have ended.
-            cleanup.callback(self._news.close)
-            cleanup.enter_context(self._news.signals())
+            cleanup.callback(self._events.close)
+            cleanup.enter_context(self._events.signals())
             cleanup.callback(self._sink.close)
             launcher, options = find_launcher(self._job)
             address = own_address(self._job, launcher)
@@ -125,13 +125,13 @@ class JobRun:
             except BaseException:
                 coordinator.close()
                 raise
-            keeper = CoordinatorSupervisor(coordinator, self._client, self._news)
+            keeper = CoordinatorSupervisor(coordinator, self._client, self._events)
             # Runs after the two that follow: once the coordinator is closed, an attempt under way has
             # nothing to wait for.
             cleanup.callback(keeper.close)
             cleanup.callback(coordinator.close, _CLOSING)
             cleanup.callback(self._client.close)
-            self._news.watch(self._client)
+            self._events.watch(self._client)
             for topic, take in self._job.mail.items():
                 self._client.on_mail(topic, take)
             world = self._make_world(coordinator, address)
@@ -139,19 +139,19 @@ class JobRun:
             cleanup.callback(self._starter.close, 0.0)
             # Runs before the starter closes: its threads may wait in write() for the loop, which takes no
             # more.
-            cleanup.callback(self._news.stop)
+            cleanup.callback(self._events.stop)
             if self._job.source is None:
                 self._start(range(self._job.size))
                 self._say_where(launcher)
             else:
                 cleanup.callback(self._ask(self._job.source).close)
             while not self._finished:
-                readable(self._news.descriptor, self._timeout())
-                for posted in self._news.take():
+                readable(self._events.descriptor, self._timeout())
+                for posted in self._events.take():
                     self._take(posted)
                 self._on_host_event(HostTick())
                 self._handle(e.JobTick())
-            self._done.stopped = self._news.stopped
+            self._done.stopped = self._events.stopped
             return self._done
 
     # -- starting -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class JobRun:
         return LaunchRequest(
             world,
             client,
-            program=program(job, self._news),
+            program=program(job, self._events),
             size=0 if job.source is not None else job.size,
             hosts=job.host_list,
             options=options,
@@ -188,7 +188,7 @@ class JobRun:
 
     def _ask(self, source: HostSource) -> HostAsker:
         """Start to ask a source for hosts; its answers are posted to the loop."""
-        return HostAsker(source, PostedHosts(self._news))
+        return HostAsker(source, PostedHosts(self._events))
 
     def _start_on(self, hosts: Mapping[int, str]) -> None:
         """Start ranks on these hosts. If a host's agent can't be started, only that host's ranks fail."""
@@ -207,7 +207,7 @@ class JobRun:
                 self._starter.start_on(host, ranks, len(self._supervisor.living))
             except (StartError, InvalidRequestError) as error:
                 self._running.difference_update(ranks)
-                self._news.post(e.Unstartable(tuple(ranks), str(error)))
+                self._events.post(e.Unstartable(tuple(ranks), str(error)))
 
     def _say(self, text: str) -> None:
         if self._err is not None:
@@ -228,22 +228,22 @@ class JobRun:
     def handle(self, event: Started | Ended | Waiting) -> None:
         """Post the starter's reports; on its threads."""
         if isinstance(event, Waiting):
-            self._news.post(e.RanksWaiting(event.text))
+            self._events.post(e.RanksWaiting(event.text))
             return
         rank = event.rank
         if isinstance(event, Started):
             self._hosts[rank] = event.host
             # Before the loop learns of it: the report of the rank's death to the coordinator names the process by this.
-            self._news.last_pid[rank] = event.pid
-            self._news.post(e.Spawned(rank, event.pid))
+            self._events.last_pid[rank] = event.pid
+            self._events.post(e.Spawned(rank, event.pid))
         elif rank in self._running:
             self._running.discard(rank)
             # Without a code and a signal no process was seen to end: it never ran, or its agent was lost.
             if event.code is None and not event.signal:
-                self._news.post(e.Unstartable((rank,), event.reason))
+                self._events.post(e.Unstartable((rank,), event.reason))
             else:
                 text = "" if event.pid else event.reason
-                self._news.post(e.ProcessEnded(rank, ExitStatus(event.code or 0, event.signal, text)))
+                self._events.post(e.ProcessEnded(rank, ExitStatus(event.code or 0, event.signal, text)))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class JobRun:
             self._start((rank,))
         except (StartError, InvalidRequestError) as error:
             self._running.discard(rank)
-            self._news.post(e.Unstartable((rank,), str(error)))
+            self._events.post(e.Unstartable((rank,), str(error)))
 
     def _tell(self, effect: e.ReportRankDeath | e.SetExpectedRanks | e.ReleaseRanks) -> None:
         """Send the effect to the coordinator. If that is gone, the keeper sees to it."""
@@ -359,7 +359,7 @@ class JobRun:
             elif isinstance(effect, e.ReleaseRanks):
                 self._client.release(effect.ranks)
             else:
-                self._client.rank_lost(effect.rank, self._news.last_pid.get(effect.rank, 0), effect.reason)
+                self._client.rank_lost(effect.rank, self._events.last_pid.get(effect.rank, 0), effect.reason)
 
 
 class CoordinatorSupervisor:
@@ -462,7 +462,7 @@ class ResultReceived:
 
 
 QueuedEvent = e.Event | OutputReceived | ResultReceived | HostEvent | str
-"""News that other threads post to the loop; a ``str`` is one of the launcher's own lines."""
+"""Events that other threads post to the loop; a ``str`` is one of the launcher's own lines."""
 
 
 class EventQueue:

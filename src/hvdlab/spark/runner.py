@@ -246,7 +246,7 @@ class SparkJob:
         self._context, self._size, self._deadline, self._timeout = context, size, deadline, timeout
         self._group = f"horovod.spark.run.{next(_jobs)}"
         #: Set when the job has ended, and when a rank has failed.
-        self._news = threading.Event()
+        self._ended_or_failed = threading.Event()
         self._ended = threading.Event()
         self.ends: list[RankEnd] = []
         #: Why Spark's job failed; ``None`` if it did not.
@@ -259,7 +259,7 @@ class SparkJob:
         for death in membership.deaths:
             self._failed.setdefault(death.rank, death.reason)
         if self._failed:
-            self._news.set()
+            self._ended_or_failed.set()
 
     def run(self, task: RankTask, say: Callable[[str], None]) -> None:
         """Run the job and keep the tasks' results. Cancels the job however this method ends."""
@@ -273,7 +273,7 @@ class SparkJob:
         try:
             self._wait_until_started()
             say("all tasks run")
-            self._news.wait()
+            self._ended_or_failed.wait()
             if not self._ended.wait(_AFTER_A_FAILURE if self._failed else None):
                 (rank, reason), *_ = self._failed.items()
                 error = RankFailedError(f"rank {rank} failed: {reason}")
@@ -295,10 +295,10 @@ class SparkJob:
             self._error = error
         finally:
             self._ended.set()
-            self._news.set()
+            self._ended_or_failed.set()
 
     def _wait_until_started(self) -> None:
-        while not self._news.wait(_LOOKS):
+        while not self._ended_or_failed.wait(_LOOKS):
             # Completed tasks count, too: those of short ranks may end between two rounds.
             running = sum(stage.numActiveTasks + stage.numCompletedTasks for stage in self._stages())
             if running >= self._size:

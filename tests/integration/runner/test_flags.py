@@ -37,7 +37,7 @@ HOROVODRUN = """
 """
 
 
-def wishes(
+def options(
     line: str = "", environ: dict[str, str] | None = None, config: dict[str, Any] | None = None
 ) -> RunOptions:
     given, _ = parse(shlex.split(line))
@@ -69,7 +69,7 @@ def test_flags_are_not_abbreviated() -> None:
 
 def test_variables_of_flags() -> None:
     line = "--fusion-threshold-mb 32 --no-stall-check --timeline-filename t.json --timeline-mark-cycles --autotune"
-    assert wishes(line + " --no-hierarchical-allreduce --log-level debug").variables() == {
+    assert options(line + " --no-hierarchical-allreduce --log-level debug").variables() == {
         "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
         "HOROVOD_STALL_CHECK_DISABLE": "1",
         "HOROVOD_TIMELINE": "t.json",
@@ -81,7 +81,7 @@ def test_variables_of_flags() -> None:
 
 
 def test_thread_affinity_flag_passes_on_a_core_for_each_local_rank() -> None:
-    assert wishes("--thread-affinity 0,3").variables() == {"HOROVOD_THREAD_AFFINITY": "0,3"}
+    assert options("--thread-affinity 0,3").variables() == {"HOROVOD_THREAD_AFFINITY": "0,3"}
     config = values({"library-options": {"thread-affinity": 2}}, "file")
     assert RunOptions({}, config, {}).variables() == {"HOROVOD_THREAD_AFFINITY": "2"}
 
@@ -89,12 +89,12 @@ def test_thread_affinity_flag_passes_on_a_core_for_each_local_rank() -> None:
 def test_the_command_line_wins_over_the_file_and_that_over_the_environment() -> None:
     environ = {"HOROVOD_START_TIMEOUT": "7", "HOROVOD_CYCLE_TIME": "3"}
     config = {"start_timeout": 8, "num_proc": 5, "cycle_time_ms": 4.0}
-    assert wishes("", environ).get("start_timeout") == 7
-    assert wishes("", environ, config).get("start_timeout") == 8
-    assert wishes("--start-timeout 9", environ, config).get("start_timeout") == 9
-    assert wishes("-np 2", environ, config).job(["x"]).size == 2
-    assert wishes("", environ, config).job(["x"]).environment["HOROVOD_CYCLE_TIME"] == "4.0"
-    assert "HOROVOD_CYCLE_TIME" not in wishes("-np 2", environ).job(["x"]).environment
+    assert options("", environ).get("start_timeout") == 7
+    assert options("", environ, config).get("start_timeout") == 8
+    assert options("--start-timeout 9", environ, config).get("start_timeout") == 9
+    assert options("-np 2", environ, config).job(["x"]).size == 2
+    assert options("", environ, config).job(["x"]).environment["HOROVOD_CYCLE_TIME"] == "4.0"
+    assert "HOROVOD_CYCLE_TIME" not in options("-np 2", environ).job(["x"]).environment
 
 
 def test_a_configuration_file_as_of_horovod(tmp_path: Path) -> None:
@@ -163,19 +163,19 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
 )
 def test_wishes_that_do_not_fit(line: str, said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
-        wishes(line).job(["x"])
+        options(line).job(["x"])
 
 
 def test_a_variable_that_holds_nonsense() -> None:
     with pytest.raises(InvalidRequestError, match="HOROVOD_FUSION_THRESHOLD"):
-        wishes("-np 2", {"HOROVOD_FUSION_THRESHOLD": "much"})
+        options("-np 2", {"HOROVOD_FUSION_THRESHOLD": "much"})
     with pytest.raises(InvalidRequestError, match="HOROVOD_START_TIMEOUT"):
-        wishes("-np 2", {"HOROVOD_START_TIMEOUT": "long"}).job(["x"])
+        options("-np 2", {"HOROVOD_START_TIMEOUT": "long"}).job(["x"])
 
 
 def test_what_is_refused() -> None:
     with pytest.raises(UnsupportedError):
-        wishes("-np 2 --jsrun").job(["x"])
+        options("-np 2 --jsrun").job(["x"])
     for line, text in {
         "-np 2 -H a:2 --host-discovery-script x.sh": "give it without -H",
         "-np 2 --max-np 1 --host-discovery-script x.sh": "--max-np 1 must be",
@@ -186,11 +186,11 @@ def test_what_is_refused() -> None:
         "-np 2 --blacklist-cooldown-range 9 3 --host-discovery-script x.sh": "the smaller one first",
     }.items():
         with pytest.raises(InvalidRequestError, match=text):
-            wishes(line).job(["x"])
+            options(line).job(["x"])
 
 
 def test_hosts_that_come_and_go() -> None:
-    job = wishes("-np 2 --host-discovery-script 'echo a' --slots-per-host 3").job(["x"])
+    job = options("-np 2 --host-discovery-script 'echo a' --slots-per-host 3").job(["x"])
     assert job.source is not None
     assert job.source.find() == {"a": 3}
     assert (job.min_ranks, job.launcher, job.hosts, job.slots) == (1, "ssh", (), ())
@@ -198,24 +198,24 @@ def test_hosts_that_come_and_go() -> None:
     assert growth is not None
     assert (growth.start, growth.most, growth.wait) == (2, MOST_RANKS, 600)
     line = "-np 2 --min-np 2 --max-np 4 -H a:2,b:2 --blacklist-cooldown-range 5 60 --elastic-timeout 7"
-    job = wishes(line).job(["x"])
+    job = options(line).job(["x"])
     assert job.source is not None
     assert job.source.find() == {"a": 2, "b": 2}
     assert (job.cooldown, job.max_ranks, job.elastic_timeout) == ((5, 60), 4, 7)
-    assert wishes("-np 2 --min-np 2 --max-np 2 -H a:2,b:2").job(["x"]).source is None
+    assert options("-np 2 --min-np 2 --max-np 2 -H a:2,b:2").job(["x"]).source is None
 
 
 def test_elastic() -> None:
-    job = wishes("--min-np 2 -np 4 --reset-limit 0 --elastic-timeout 20").job(["x"])
+    job = options("--min-np 2 -np 4 --reset-limit 0 --elastic-timeout 20").job(["x"])
     assert (job.size, job.min_ranks, job.reset_limit) == (4, 2, 0)
     assert job.environment["HOROVOD_ELASTIC_TIMEOUT"] == "20"
 
 
 def test_ssh() -> None:
-    found = wishes("-np 1 -p 2222 -i key").ssh()
+    found = options("-np 1 -p 2222 -i key").ssh()
     assert found[:1] == ("ssh",)
     assert found[-4:] == ("-p", "2222", "-i", "key")
-    assert wishes("", {"HVDLAB_SSH": "ip netns exec"}).ssh() == ("ip", "netns", "exec")
+    assert options("", {"HVDLAB_SSH": "ip netns exec"}).ssh() == ("ip", "netns", "exec")
 
 
 def test_hosts() -> None:
@@ -287,6 +287,6 @@ def test_the_example_in_the_reference_can_be_read() -> None:
 def test_ranks_wait_longer_for_each_other_than_the_launcher_does(
     line: str, environ: dict[str, str], launcher: float, ranks: str
 ) -> None:
-    job = wishes(line, environ).job(["x"])
+    job = options(line, environ).job(["x"])
     assert job.policy().join_timeout == launcher
     assert variables(job)["HVDLAB_START_TIMEOUT"] == ranks

@@ -142,7 +142,7 @@ class ElasticSchedule:
         self.run_._client = _Client(self.sim)  # type: ignore[assignment]  # stands in for a Client
         self.run_._starter = _Starter(self)
         self.sim.client_hears = self._world_told
-        self.sim.client_hears_of_return = lambda told: self.run_._news._on_returned(
+        self.sim.client_hears_of_return = lambda told: self.run_._events._on_returned(
             told.rank, told.pid, told.seconds
         )
 
@@ -151,7 +151,7 @@ class ElasticSchedule:
         for process in self.processes:
             if process.turns is not None:
                 process.turns.kill()
-        self.run_._news.close()
+        self.run_._events.close()
 
     def say(self, text: str) -> None:
         """Keep a line of the launcher's own."""
@@ -192,7 +192,7 @@ class ElasticSchedule:
             told = Membership(
                 world.expected, world.members, world.deaths, world.generation, world.waiting, world.formed
             )
-            self.run_._news._on_membership(told)
+            self.run_._events._on_membership(told)
 
     # -- acts of a rank -----------------------------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class ElasticSchedule:
             self.facts["failed"] = process.watched[-1]
         self.faults.append(f"rank {process.rank} ends: {error}")
         culprits = tuple(error.cause.ranks) if isinstance(error, AbortedError) else ()
-        self.run_._news.post(e.Reported(process.rank, str(error), culprits))
+        self.run_._events.post(e.Reported(process.rank, str(error), culprits))
         if me.alive:
             self.sim.kill(process.rank)
 
@@ -307,7 +307,7 @@ class ElasticSchedule:
         choices: list[Callable[[], object]] = []
         for process in self.processes:
             self._choices(process, choices)
-        if self.run_._news._queue:
+        if self.run_._events._queue:
             choices += [self._take_news] * 2
         choices += [self._simulate] * (2 + len(choices))
         self.chance.shuffle(choices)
@@ -364,7 +364,7 @@ class ElasticSchedule:
         self.run_.handle(Ended(process.rank, process.pid, reason, code=code, signal=number))
 
     def _take_news(self) -> None:
-        for posted in self.run_._news.take():
+        for posted in self.run_._events.take():
             self.run_._take(posted)
 
     def _pass_time(self, seconds: float) -> None:
@@ -377,7 +377,7 @@ class ElasticSchedule:
         for _ in range(20_000):
             there = [me for me in self.sim.ranks if me.alive and not me.away]
             lost = any(me.lost or None in me.from_coordinator for me in there)
-            ending = any(process.end is not None for process in self.processes) or self.run_._news._queue
+            ending = any(process.end is not None for process in self.processes) or self.run_._events._queue
             if not (lost or ending or self.sim.coordinator.restoring.active) or self.run_._finished:
                 return
             if not self.step():
@@ -405,8 +405,8 @@ class ElasticSchedule:
     def do_answer(self, hosts: dict[str, int] | None = None) -> None:
         """Let the source of hosts answer with its list."""
         self._reconnected()
-        self.run_._news.post(HostsAsked())
-        self.run_._news.post(HostsFound(dict(self.listed if hosts is None else hosts)))
+        self.run_._events.post(HostsAsked())
+        self.run_._events.post(HostsFound(dict(self.listed if hosts is None else hosts)))
         self._pass_time(1.0)
 
     def do_flap(self) -> None:
@@ -421,11 +421,11 @@ class ElasticSchedule:
         return {name: slots for name, slots in self.listed.items() if name != host}
 
     def do_fail(self) -> None:
-        self.run_._news.post(HostsAsked())
-        self.run_._news.post(NotFound("it failed with exit code 3"))
+        self.run_._events.post(HostsAsked())
+        self.run_._events.post(NotFound("it failed with exit code 3"))
 
     def do_hang(self) -> None:
-        self.run_._news.post(HostsAsked())
+        self.run_._events.post(HostsAsked())
         self.do_time()
 
     def do_kill(self) -> None:

@@ -61,7 +61,7 @@ class _Starter(IdleStarter):
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
     made = Loop(monkeypatch)
     yield made
-    made.run._news.close()
+    made.run._events.close()
 
 
 def test_what_is_expected_last_are_the_ranks_that_there_are(loop: Loop) -> None:

@@ -206,7 +206,7 @@ def _read_to_the_end(pid: int, read: Mapping[int, bytearray], deadline: Deadline
         os.close(pidfd)
 
 
-class _Duck(HostSource):
+class _DuckTypedSource(HostSource):
     """An object that has one of the two methods, but neither base class; or a plain function."""
 
     def __init__(self, find: Callable[[], object]) -> None:
@@ -238,9 +238,9 @@ def as_host_source(given: object, slots: int | None = None) -> HostSource:
         return FixedHosts(checked(given))
     for method in ("find", "find_available_hosts_and_slots"):
         if callable(found := getattr(given, method, None)) and not isinstance(given, type):
-            return _Duck(found)
+            return _DuckTypedSource(found)
     if callable(given) and not isinstance(given, type):
-        return _Duck(given)
+        return _DuckTypedSource(given)
     names = list(given) if isinstance(given, Iterable) else [None]
     if names and all(isinstance(each, str) for each in names):
         texts = [str(each).strip() for each in names]
@@ -410,7 +410,7 @@ HostEvent = HostsAsked | HostsFound | NotFound | HostFailed | HostTick
 
 
 @dataclass(frozen=True, slots=True)
-class SayOfHosts:
+class HostNotice:
     """Effect: one line for the operator."""
 
     text: str
@@ -429,7 +429,7 @@ class HostsChanged:
     aside: frozenset[str] = frozenset()
 
 
-HostEffect = SayOfHosts | HostsChanged
+HostEffect = HostNotice | HostsChanged
 
 
 class Cooldown:
@@ -576,7 +576,7 @@ class HostTable:
         if often:
             entry.wavering = True
             self._effects.append(
-                SayOfHosts(
+                HostNotice(
                     f"{self._source} changes its mind about {name} again and again; it is left as it is until it has said "
                     f"the same for {STEADY:g} s"
                 )
@@ -588,7 +588,7 @@ class HostTable:
     def _on_failure(self, text: str, now: float) -> None:
         if self._failed is None:
             known = "the hosts that it found before stay" if self._hosts else "it is asked again"
-            self._effects.append(SayOfHosts(f"{self._source} is no help: {text}; {known}"))
+            self._effects.append(HostNotice(f"{self._source} is no help: {text}; {known}"))
         self._failed = now
 
     def _on_host_failed(self, host: str, reason: str, now: float) -> None:
@@ -599,7 +599,7 @@ class HostTable:
         seconds = entry.cooldown.begin(now)
         entry.aside = True
         if fresh:
-            self._effects.append(SayOfHosts(f"{host} is put aside for {seconds:g} s: {reason}"))
+            self._effects.append(HostNotice(f"{host} is put aside for {seconds:g} s: {reason}"))
 
     def _publish(self, now: float) -> None:
         """Add an effect with the hosts that can be used, if they have changed."""
@@ -608,7 +608,7 @@ class HostTable:
             if entry.aside and not entry.cooldown.is_running(now):
                 entry.aside = False
                 if entry.slots:
-                    self._effects.append(SayOfHosts(f"{name} is tried again"))
+                    self._effects.append(HostNotice(f"{name} is tried again"))
             if entry.slots and not entry.aside:
                 usable[name] = entry.slots
         aside = frozenset(name for name, entry in self._hosts.items() if entry.aside and entry.slots)

@@ -161,7 +161,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, str]:
 FIRST_LOOK, LONGEST_LOOK = 0.25, 10.0
 """Seconds between looks at a job that waits, for which Slurm has no event: the first pause, then twice as long each time, and the
 longest one."""
-TOLD_WITHIN = 15.0
+TASKS_REPORTED_WITHIN = 15.0
 """Seconds that the job's script has to write how many tasks each node has; after that they are divided evenly."""
 CANCELLED_WITHIN = 10.0
 """Seconds that the end of a pool waits until Slurm has confirmed the cancellation; the shell goes on trying after that."""
@@ -368,7 +368,7 @@ class SlurmStarter(QueueingStarter):
             except StartError as error:
                 text = f"job {number}: {error}"
             else:
-                if state is not None and state.runs and (state.settled or runs_for > TOLD_WITHIN):
+                if state is not None and state.runs and (state.settled or runs_for > TASKS_REPORTED_WITHIN):
                     return hosts_with_slots(self._slurm.hostnames(state.nodes), state.tasks, self._slots)
                 if state is not None and state.runs:
                     runs_for, pause = runs_for + pause, FIRST_LOOK

@@ -163,7 +163,7 @@ class SendSignal:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
+class Notice:
     """Effect: one line for the operator."""
 
     text: str
@@ -252,7 +252,7 @@ class Finish:
 
 Effect = (
     SendSignal
-    | Say
+    | Notice
     | FailureReport
     | ReportRankDeath
     | RestartRank

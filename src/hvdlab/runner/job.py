@@ -30,6 +30,7 @@ from hvdlab.launch.host_discovery import (
     HostAsker,
     HostEvent,
     HostFailed,
+    HostNotice,
     HostsAsked,
     HostsChanged,
     HostsFound,
@@ -37,7 +38,6 @@ from hvdlab.launch.host_discovery import (
     HostTable,
     HostTick,
     NotFound,
-    SayOfHosts,
 )
 from hvdlab.launch.hosts import is_local
 from hvdlab.launch.processes import ExitStatus, OutputTail, readable
@@ -285,7 +285,7 @@ class JobRun:
             return
         for effect in self._table.handle(event, time.monotonic()):
             match effect:
-                case SayOfHosts(text):
+                case HostNotice(text):
                     self._say(text)
                 case HostsChanged(slots, aside):
                     self._changed = e.Hosts(slots, aside)
@@ -310,7 +310,7 @@ class JobRun:
 
     def _do(self, effect: e.Effect) -> None:
         match effect:
-            case e.Say(text):
+            case e.Notice(text):
                 self._done.failure.append(text)
                 self._say(text)
             case e.FailureReport():

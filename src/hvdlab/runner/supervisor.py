@@ -317,7 +317,7 @@ class Supervisor:
     def _returned(self, rank: int, seconds: float) -> None:
         self.ranks[rank].returned = True
         self._effects.append(
-            e.Say(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
+            e.Notice(f"rank {rank} was cut off for {seconds:.0f} s, and is back with its memory")
         )
         self._end_late()
 
@@ -353,7 +353,10 @@ class Supervisor:
             e.ReportRankDeath(rank, str(outcome) if not outcome.ok else "its program has ended")
         )
         if state.releasing and self.phase is JobPhase.RUNNING:
-            self._effects += [e.Say(f"rank {rank} has left {state.host}"), e.SetExpectedRanks(self.expected)]
+            self._effects += [
+                e.Notice(f"rank {rank} has left {state.host}"),
+                e.SetExpectedRanks(self.expected),
+            ]
             self._grow(now)
             return
         if outcome.ok or self.phase is not JobPhase.RUNNING:
@@ -361,7 +364,7 @@ class Supervisor:
             return
         if self._fails_alike(rank):
             self._effects.append(
-                e.Say("all ranks failed with the same exception: starting them anew would not help")
+                e.Notice("all ranks failed with the same exception: starting them anew would not help")
             )
             self._fail(rank, now)
             return
@@ -402,12 +405,12 @@ class Supervisor:
             self.ranks[rank] = SupervisedRank(host=host, restarted=True, start_by=start_by)
             every = self.expected  # without lost ranks that were not restarted
             text = f"rank {rank}: {outcome}; starting it anew ({self._resets} of {self.policy.reset_limit})"
-            self._effects += [e.Say(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
+            self._effects += [e.Notice(text), e.SetExpectedRanks(every), e.RestartRank(rank)]
             return True
         if self._well() < self.policy.min_ranks and not (done and self._is_late(rank)):
             return False
         self._effects += [
-            e.Say(f"rank {rank}: {outcome}; going on without it"),
+            e.Notice(f"rank {rank}: {outcome}; going on without it"),
             e.SetExpectedRanks(self.expected),
         ]
         return True
@@ -437,7 +440,7 @@ class Supervisor:
             self._abandon(text if least is None else f"{text}, and --min-np is {least}", 1, now)
             return
         it = "it" if len(ranks) == 1 else "them"
-        self._effects += [e.Say(f"{text}; going on without {it}"), e.SetExpectedRanks(self.expected)]
+        self._effects += [e.Notice(f"{text}; going on without {it}"), e.SetExpectedRanks(self.expected)]
         if running := tuple(rank for rank in ranks if self.ranks[rank].pid):
             self._effects.append(e.SendSignal(running, signal.SIGKILL))
         if self.policy.growth is not None:
@@ -496,14 +499,14 @@ class Supervisor:
             # Those that were let go leave, or wait with the others for ranks in their place: none will come.
             stay = [living for living in self.expected if not self.ranks[living].releasing]
             if len(stay) < least and not self._is_over:
-                self._effects.append(e.Say(self._too_few(len(stay), least)))
+                self._effects.append(e.Notice(self._too_few(len(stay), least)))
                 return False
-            self._effects.append(e.Say(f"rank {rank}: {outcome}; going on without it"))
+            self._effects.append(e.Notice(f"rank {rank}: {outcome}; going on without it"))
         else:
             self._resets += 1
             limit = self.policy.reset_limit
             self._effects.append(
-                e.Say(f"rank {rank}: {outcome}; starting it anew ({self._resets} of {limit})")
+                e.Notice(f"rank {rank}: {outcome}; starting it anew ({self._resets} of {limit})")
             )
             if not state.joined:
                 self._failed_to_join(rank, state.host, outcome)
@@ -551,7 +554,7 @@ class Supervisor:
                 why = "has fewer slots now" if host in self._hosts.usable else "is not found any more"
                 verb = "leaves" if len(its) == 1 else "leave"
                 text = f"{host} {why}: {format_ranks(its)} {verb} at the next commit"
-                self._effects.append(e.Say(text))
+                self._effects.append(e.Notice(text))
             self._effects.append(e.ReleaseRanks(plan.release))
         self._count_on(least, growth, now)
 
@@ -572,7 +575,7 @@ class Supervisor:
             )
         if self._begun:
             where = ", ".join(dict.fromkeys(hosts.values()))
-            self._effects.append(e.Say(f"starting {format_ranks(sorted(hosts))} on {where}"))
+            self._effects.append(e.Notice(f"starting {format_ranks(sorted(hosts))} on {where}"))
         self._start_by = None
         self._effects += [e.SetExpectedRanks(self.expected), e.StartOn(hosts)]
 
@@ -583,7 +586,7 @@ class Supervisor:
         elif self._enough_by is None:
             self._enough_by = now + growth.wait
             text = f"{self._count()} left, and --min-np is {least}: waiting up to {growth.wait:g} s for hosts"
-            self._effects.append(e.Say(text))
+            self._effects.append(e.Notice(text))
 
     def _give_up_unstarted(self, ranks: Sequence[int], now: float) -> None:
         """Give up ranks whose processes do not run in time."""
@@ -682,7 +685,7 @@ class Supervisor:
             for rank in late:
                 self.ranks[rank].terminated_late = True
             self._effects += [
-                e.Say(f"{format_ranks(late)} came back too late to take part; ending"),
+                e.Notice(f"{format_ranks(late)} came back too late to take part; ending"),
                 e.SendSignal(late, signal.SIGTERM),
             ]
 
@@ -690,11 +693,11 @@ class Supervisor:
         name = signal.Signals(number).name
         if self.phase is JobPhase.ENDING:
             if not self._ending.killed:
-                self._effects.append(e.Say(f"{name} again: killing {self._count()}"))
+                self._effects.append(e.Notice(f"{name} again: killing {self._count()}"))
                 self._kill(now)
             return
         what = "interrupted" if number == signal.SIGINT else f"got {name}"
-        self._effects.append(e.Say(f"{what}; ending {self._count()} (once more to kill)"))
+        self._effects.append(e.Notice(f"{what}; ending {self._count()} (once more to kill)"))
         self._effects.append(e.SendSignal(self.living, number))
         wait = self.policy.interrupt_grace if number == signal.SIGINT else self.policy.grace
         self.phase, self._ending = JobPhase.ENDING, _Ending(128 + number, now + wait)
@@ -702,10 +705,10 @@ class Supervisor:
     def _tick(self, now: float) -> None:
         if self.phase is JobPhase.ENDING and now >= self._ending.until:
             if self._ending.killed:  # stuck in the operating system's kernel: the launcher can do no more
-                self._effects.append(e.Say(f"{format_ranks(self.expected)} can't be killed; leaving"))
+                self._effects.append(e.Notice(f"{format_ranks(self.expected)} can't be killed; leaving"))
                 self._finish()
             else:
-                self._effects.append(e.Say(f"{format_ranks(self.expected)} did not end in time; killing"))
+                self._effects.append(e.Notice(f"{format_ranks(self.expected)} did not end in time; killing"))
                 self._kill(now)
         elif self.phase is JobPhase.RUNNING:
             self._check_times(now)
@@ -751,7 +754,7 @@ class Supervisor:
         state.deadline = None
         error = state.report.error if state.report is not None else ""
         text = f"rank {rank} has failed ({error}) and did not end within {self.policy.hang:g} s; killing it"
-        self._effects += [e.Say(text), e.SendSignal((rank,), signal.SIGKILL)]
+        self._effects += [e.Notice(text), e.SendSignal((rank,), signal.SIGKILL)]
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -813,7 +816,7 @@ class Supervisor:
     def _abandon(self, text: str, code: int, now: float) -> None:
         # A job that is ending already keeps its first reason and its exit code.
         if self.phase in (JobPhase.RUNNING, JobPhase.SETTLING):
-            self._effects.append(e.Say(text))
+            self._effects.append(e.Notice(text))
             self._end(code, now)
 
     def _end(self, code: int, now: float) -> None:

@@ -75,7 +75,7 @@ def test_reports_to_a_stopped_controller_hold_nothing_up() -> None:
 
         def tell() -> None:
             for line in lines:
-                table.tell_controller(line)
+                table.notify_controller(line)
             told.set()
 
         teller = threading.Thread(target=tell)

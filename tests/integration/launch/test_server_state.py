@@ -30,8 +30,8 @@ from hvdlab.launch.forkserver.server_state import (
     ChildEnded,
     ChildWrote,
     ControllerListens,
-    Do,
     Exit,
+    ForkChild,
     ForkReturned,
     ForkServerState,
     ForkServerTick,
@@ -39,11 +39,11 @@ from hvdlab.launch.forkserver.server_state import (
     Kill,
     Listen,
     ListenReturned,
+    NotifyController,
     PoolFound,
     PoolLost,
     PoolRequested,
     SendToPool,
-    TellController,
     WatchProcess,
 )
 from hvdlab.launch.processes import TAIL_BYTES, TAIL_LINES, OutputTail
@@ -66,7 +66,7 @@ def loaded() -> ForkServerState:
 def with_children(*numbers: int) -> ForkServerState:
     state = loaded()
     for number in numbers:
-        assert state.handle(PoolRequested(order(number)), 0.0) == [Do(order(number))]
+        assert state.handle(PoolRequested(order(number)), 0.0) == [ForkChild(order(number))]
         child = Forked(number, 1000 + number)
         assert state.handle(ForkReturned(number, child), 0.0) == [SendToPool(child)]
     return state
@@ -80,7 +80,7 @@ def test_a_failed_fork_is_told_and_can_be_tried_again() -> None:
     state = loaded()
     state.handle(PoolRequested(order(0)), 0.0)
     assert state.handle(ForkReturned(0, error="no memory"), 0.0) == [SendToPool(ForkFailed(0, "no memory"))]
-    assert state.handle(PoolRequested(order(0)), 0.0) == [Do(order(0))]
+    assert state.handle(PoolRequested(order(0)), 0.0) == [ForkChild(order(0))]
 
 
 def test_a_living_number_is_not_forked_twice() -> None:
@@ -107,8 +107,8 @@ def test_adopted_orphans_are_nobodys_news() -> None:
 
 def test_the_controller_hears_of_ranks_that_end() -> None:
     state = with_children(0, CONTROLLER)
-    assert TellController(0, False) in state.handle(ended(0), 0.0)
-    assert state.handle(PoolRequested(ReportEngine(5, True)), 0.0) == [TellController(5, True)]
+    assert NotifyController(0, False) in state.handle(ended(0), 0.0)
+    assert state.handle(PoolRequested(ReportEngine(5, True)), 0.0) == [NotifyController(5, True)]
     state.handle(ended(CONTROLLER), 0.0)
     assert state.handle(PoolRequested(ReportEngine(5, False)), 0.0) == []
 
@@ -162,7 +162,7 @@ def test_nothing_is_forked_while_stopping() -> None:
 def test_orders_that_come_while_it_imports_are_carried_out_afterwards() -> None:
     state = ForkServerState()
     assert state.handle(PoolRequested(order(1)), 0.0) == []
-    assert state.handle(Imported(LOADED), 3.0) == [SendToPool(LOADED), Do(order(1))]
+    assert state.handle(Imported(LOADED), 3.0) == [SendToPool(LOADED), ForkChild(order(1))]
 
 
 def test_adopted_processes_are_looked_after_while_it_imports() -> None:
@@ -261,7 +261,7 @@ def test_whatever_is_asked_the_table_of_children_goes_on() -> None:
         for now in range(chance.randint(1, 30)):
             message = make(chance.choice(get_args(ToServer)), chance, tame=chance.random() < 0.9)
             for effect in state.handle(PoolRequested(message), float(now)):
-                if isinstance(effect, Do):
+                if isinstance(effect, ForkChild):
                     number = effect.order.number
                     failed = chance.random() < 0.2
                     child = None if failed else Forked(number, 1000 + now)

@@ -26,6 +26,7 @@ from hvdlab.launch.host_discovery import (
     HostDiscoveryScript,
     HostEvent,
     HostFailed,
+    HostNotice,
     HostsAsked,
     HostsChanged,
     HostsFound,
@@ -33,7 +34,6 @@ from hvdlab.launch.host_discovery import (
     HostTable,
     HostTick,
     NotFound,
-    SayOfHosts,
     as_host_source,
 )
 from support.patience import PATIENCE
@@ -243,7 +243,7 @@ class Followed:
         self.now += after
         for effect in self.table.handle(event, self.now):
             match effect:
-                case SayOfHosts(text):
+                case HostNotice(text):
                     self.said.append(text)
                 case HostsChanged(slots, aside):
                     assert (slots, aside) != (self.usable, self.aside)  # otherwise it is no news

@@ -112,7 +112,7 @@ class Job:
 
     @property
     def said(self) -> list[str]:
-        return [effect.text for effect in self.effects if isinstance(effect, e.Say)]
+        return [effect.text for effect in self.effects if isinstance(effect, e.Notice)]
 
 
 def test_it_begins_when_there_is_room_or_has_waited_long_enough() -> None:

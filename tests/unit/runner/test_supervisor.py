@@ -81,7 +81,7 @@ def test_what_can_not_be_killed_is_left_behind() -> None:
     script.tell(e.ProcessEnded(0, BAD))
     script.wait()
     assert script.wait()[-1] == e.Finish(1)
-    assert "rank 1 can't be killed" in script.of(e.Say)[-1].text
+    assert "rank 1 can't be killed" in script.of(e.Notice)[-1].text
 
 
 def test_a_follower_that_ends_first_is_not_to_blame() -> None:
@@ -108,7 +108,7 @@ def test_an_elastic_job_whose_ranks_all_fail_alike_is_not_started_anew_again_and
         )
     assert len(script.of(e.RestartRank)) == 2
     assert script.of(e.FailureReport)[0].rank == 2
-    assert "all ranks failed with the same exception" in script.of(e.Say)[-1].text
+    assert "all ranks failed with the same exception" in script.of(e.Notice)[-1].text
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_interrupt_then_again() -> None:
     script = Script(2)
     effects = script.tell(e.Stopped(signal.SIGINT))
     assert e.SendSignal((0, 1), signal.SIGINT) in effects
-    assert len([effect for effect in effects if isinstance(effect, e.Say)]) == 1
+    assert len([effect for effect in effects if isinstance(effect, e.Notice)]) == 1
     assert e.SendSignal((0, 1), signal.SIGKILL) in script.tell(e.Stopped(signal.SIGINT))
     script.tell(e.ProcessEnded(0, KILLED), e.ProcessEnded(1, KILLED))
     assert script.of(e.Finish) == [e.Finish(130)]
@@ -228,7 +228,7 @@ def test_no_rank_is_late_while_none_can_be_started() -> None:
     assert supervisor.handle(e.JobTick(), 7200.0) == []
     assert supervisor.handle(e.RanksWaiting(""), 7200.0) == []
     assert supervisor.deadline == 7230.0
-    said = [effect.text for effect in supervisor.handle(e.JobTick(), 7230.0) if isinstance(effect, e.Say)]
+    said = [effect.text for effect in supervisor.handle(e.JobTick(), 7230.0) if isinstance(effect, e.Notice)]
     assert any("could not be started" in text for text in said)
 
 
@@ -236,7 +236,7 @@ def test_hosts_that_do_not_answer_are_named() -> None:
     supervisor = Supervisor(Policy(("a", "b", "b"), start_timeout=30.0), 0.0)
     supervisor.handle(e.Spawned(0, 1), 1.0)
     effects = supervisor.handle(e.JobTick(), 30.0)
-    assert e.Say("ranks 1,2 could not be started on b within 30 s") in effects
+    assert e.Notice("ranks 1,2 could not be started on b within 30 s") in effects
     assert e.SendSignal((0, 1, 2), signal.SIGTERM) in effects
 
 
@@ -244,7 +244,7 @@ def test_ranks_that_do_not_join_are_named() -> None:
     script = Script(3, join_timeout=5.0)
     script.tell(e.Connected(1))
     effects = script.wait()
-    assert e.Say("ranks 0,2 did not come to hvd.init() within 5 s") in effects
+    assert e.Notice("ranks 0,2 did not come to hvd.init() within 5 s") in effects
     assert script.supervisor.phase is JobPhase.ENDING
 
 
@@ -286,7 +286,7 @@ def test_elastic_goes_on_without_a_failed_rank_that_does_not_end() -> None:
     script = Script(3, min_ranks=1, reset_limit=0)
     script.tell(e.Connected(0), e.Connected(1), e.Connected(2), e.Reported(1, "OSError: no space"))
     assert script.wait() == [
-        e.Say("rank 1 has failed (OSError: no space) and did not end within 30 s; killing it"),
+        e.Notice("rank 1 has failed (OSError: no space) and did not end within 30 s; killing it"),
         e.SendSignal((1,), signal.SIGKILL),
     ]
     script.tell(e.ProcessEnded(1, KILLED))
@@ -374,7 +374,7 @@ def test_a_rank_that_was_cut_off_and_is_back_is_told_of_and_takes_part_again() -
     lost = e.RankDisconnected(1, "no sign of life for 30 s")
     script.tell(e.Connected(0), e.Connected(1), lost)
     assert script.tell(e.RankReturned(1, 44.6)) == [
-        e.Say("rank 1 was cut off for 45 s, and is back with its memory")
+        e.Notice("rank 1 was cut off for 45 s, and is back with its memory")
     ]
     script.tell(e.Connected(1))
     assert not any(isinstance(effect, e.SendSignal) for effect in script.tell(e.ProcessEnded(0, OK)))
@@ -463,7 +463,7 @@ def unstarted(*hosts: str, started: tuple[int, ...] = (0,), **policy: Any) -> Sc
 def test_a_job_does_not_wait_for_the_end_of_what_was_never_started() -> None:
     script = unstarted("a", "b")
     script.wait()
-    assert "rank 1 could not be started on b within 30 s" in [said.text for said in script.of(e.Say)]
+    assert "rank 1 could not be started on b within 30 s" in [said.text for said in script.of(e.Notice)]
     assert script.tell(e.ProcessEnded(0, KILLED))[-1] == e.Finish(1)
 
 
@@ -471,7 +471,7 @@ def test_an_elastic_job_goes_on_without_a_rank_whose_start_hangs() -> None:
     script = unstarted("a", "b", min_ranks=1)
     effects = script.wait()
     assert effects == [
-        e.Say("rank 1 could not be started on b within 30 s; going on without it"),
+        e.Notice("rank 1 could not be started on b within 30 s; going on without it"),
         e.SetExpectedRanks((0,)),
     ]
     assert script.tell(e.Connected(0), e.Formed()) == []
@@ -491,7 +491,7 @@ def test_what_was_given_up_and_starts_after_all_is_killed() -> None:
 def test_an_elastic_job_ends_if_too_few_ranks_are_started() -> None:
     script = unstarted("a", "b", "b", min_ranks=2)
     effects = script.wait()
-    assert e.Say("ranks 1,2 could not be started on b within 30 s, and --min-np is 2") in effects
+    assert e.Notice("ranks 1,2 could not be started on b within 30 s, and --min-np is 2") in effects
     assert script.tell(e.ProcessEnded(0, KILLED))[-1] == e.Finish(1)
 
 
@@ -502,7 +502,7 @@ def test_a_rank_whose_second_start_hangs_is_given_up() -> None:
     assert e.RestartRank(1) in script.tell(e.ProcessEnded(1, KILLED))
     effects = script.wait()
     assert script.now == 130.0
-    assert e.Say("rank 1 could not be started on localhost within 30 s; going on without it") in effects
+    assert e.Notice("rank 1 could not be started on localhost within 30 s; going on without it") in effects
     assert e.SetExpectedRanks((0,)) in effects
 
 
@@ -513,11 +513,11 @@ def test_a_rank_that_starts_and_never_joins(minimum: int) -> None:
     effects = script.wait()
     said = "rank 1 on b did not come to hvd.init() within 60 s"
     if minimum == 2:
-        assert e.Say(f"{said}, and --min-np is 2") in effects
+        assert e.Notice(f"{said}, and --min-np is 2") in effects
         assert script.supervisor.phase is JobPhase.ENDING
         return
     assert effects == [
-        e.Say(f"{said}; going on without it"),
+        e.Notice(f"{said}; going on without it"),
         e.SetExpectedRanks((0,)),
         e.SendSignal((1,), signal.SIGKILL),
     ]
@@ -539,7 +539,7 @@ def test_of_hosts_that_come_and_go_one_whose_rank_does_not_join_is_put_aside() -
     script.tell(e.Spawned(0, 100), e.Spawned(1, 101), e.Connected(0))
     effects = script.wait()
     assert effects == [
-        e.Say("rank 1 on b did not come to hvd.init() within 60 s; going on without it"),
+        e.Notice("rank 1 on b did not come to hvd.init() within 60 s; going on without it"),
         e.SetExpectedRanks((0,)),
         e.SendSignal((1,), signal.SIGKILL),
         e.HostUnusable("b", "rank 1 did not come to hvd.init()"),
@@ -578,7 +578,7 @@ def test_the_number_of_a_newcomer_that_never_comes_is_free_once_it_was_given_up(
     effects = script.wait()
     assert script.now == 600.0
     assert effects == [
-        e.Say("rank 2 on b did not come to hvd.init() within 600 s; going on without it"),
+        e.Notice("rank 2 on b did not come to hvd.init() within 600 s; going on without it"),
         e.SetExpectedRanks((0, 1)),
         e.SendSignal((2,), signal.SIGKILL),
         e.HostUnusable("b", "rank 2 did not come to hvd.init()"),
@@ -619,6 +619,6 @@ def test_with_fixed_hosts_one_that_was_started_anew_and_never_comes_is_given_up(
     script = Script(2, min_ranks=1, join_timeout=60.0, newcomer_timeout=600.0)
     script.tell(e.Connected(0), e.Connected(1), e.Formed(), e.ProcessEnded(1, KILLED), e.Spawned(1, 201))
     effects = script.wait()
-    assert e.Say("rank 1 did not come to hvd.init() within 600 s; going on without it") in effects
+    assert e.Notice("rank 1 did not come to hvd.init() within 600 s; going on without it") in effects
     assert e.SendSignal((1,), signal.SIGKILL) in effects
     assert script.tell(e.ProcessEnded(1, KILLED), e.ProcessEnded(0, OK))[-1] == e.Finish(0)

@@ -223,7 +223,7 @@ class ChildTable:
         except (OSError, OverflowError, ValueError) as error:  # the others that are to get one must get it
             print(f"hvdlab: process {pid} can't be sent signal {number}: {error}", file=sys.stderr)
 
-    def tell_controller(self, line: bytes) -> None:
+    def notify_controller(self, line: bytes) -> None:
         """Write to the controller, if there is one; never blocks, even if the controller is stopped."""
         child = self._children.get(CONTROLLER)
         if child is not None and child.channel is not None:

@@ -47,10 +47,10 @@ from hvdlab.launch.forkserver.messages import (
 )
 from hvdlab.launch.forkserver.program import ForkedProgram, load_later
 from hvdlab.launch.forkserver.server_state import (
-    Do,
     Effect,
     Event,
     Exit,
+    ForkChild,
     ForkReturned,
     ForkServerState,
     ForkServerTick,
@@ -58,11 +58,11 @@ from hvdlab.launch.forkserver.server_state import (
     Kill,
     Listen,
     ListenReturned,
+    NotifyController,
     PoolFound,
     PoolLost,
     PoolRequested,
     SendToPool,
-    TellController,
     WatchProcess,
 )
 from hvdlab.launch.processes import readable
@@ -345,13 +345,13 @@ class ServerShell:
                     self._send(message)
                 case Kill(pid, number, group):
                     self._child_table.kill(pid, number, group)
-                case TellController(rank, joined):
-                    self._child_table.tell_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
+                case NotifyController(rank, joined):
+                    self._child_table.notify_controller(b"%s%d\n" % (b"+" if joined else b"-", rank))
                 case WatchProcess(child):
                     self._answers += self._child_table.adopt(child)
                 case Listen(path):
                     self._listen(path)
-                case Do(order):
+                case ForkChild(order):
                     role = self._fork(order)
                     if role is not None:
                         return role

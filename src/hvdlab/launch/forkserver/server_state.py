@@ -131,7 +131,7 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
+class ForkChild:
     """Effect: fork a child; answered by :class:`ForkReturned`."""
 
     order: Fork
@@ -168,7 +168,7 @@ class SendToPool:
 
 
 @dataclass(frozen=True, slots=True)
-class TellController:
+class NotifyController:
     """Effect: report to the controller that a rank is an engine now, or has ended."""
 
     rank: int
@@ -182,7 +182,7 @@ class Exit:
     paths: tuple[str, ...]
 
 
-Effect = Do | WatchProcess | Listen | Kill | SendToPool | TellController | Exit
+Effect = ForkChild | WatchProcess | Listen | Kill | SendToPool | NotifyController | Exit
 
 
 @dataclass(slots=True)
@@ -292,7 +292,7 @@ class ForkServerState:
                 self._guarded = paths
                 return []
             case ReportEngine(rank, joined):
-                return [TellController(rank, joined)] if CONTROLLER in self._children else []
+                return [NotifyController(rank, joined)] if CONTROLLER in self._children else []
             case Shutdown(grace):
                 return self._stop(grace, now)
 
@@ -307,7 +307,7 @@ class ForkServerState:
             return [
                 SendToPool(ForkFailed(number, f"it runs already, as process {self._children[number].pid}"))
             ]
-        return [Do(order)]
+        return [ForkChild(order)]
 
     def _forked(self, event: ForkReturned) -> list[Effect]:
         if event.child is None:
@@ -361,7 +361,7 @@ class ForkServerState:
             # Without ``left``: a later process of the pool waits for no cell of a rank that it did not find.
             self._ends[child.number] = msgspec.structs.replace(end, left=None)
         if child.number >= 0 and CONTROLLER in self._children:
-            effects.append(TellController(child.number, False))
+            effects.append(NotifyController(child.number, False))
         return effects + self._exit_if_done()
 
     def _leave_if_useless(self, now: float) -> list[Effect]:

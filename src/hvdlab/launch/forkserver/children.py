@@ -244,7 +244,7 @@ class ChildTable:
         if channel in self._selector.get_map() and self._selector.get_key(channel).events != wanted:
             self._selector.modify(channel, wanted, self._serve_controller)
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close the pipes of the other children, in a forked child."""
         for child in self._children.values():
             child.close()
@@ -393,8 +393,10 @@ class Birth:
     announced: int
 
 
-def fork(order: Fork, program: ForkedProgram, death_pipe: int, forget: Callable[[], None]) -> Role | Birth:
-    """Fork. Returns a :class:`Role` in the child, where ``forget`` is called first.
+def fork(
+    order: Fork, program: ForkedProgram, death_pipe: int, close_inherited: Callable[[], None]
+) -> Role | Birth:
+    """Fork. Returns a :class:`Role` in the child, where ``close_inherited`` is called first.
 
     Raises:
         OSError: There is no room for a process or its pipes; nothing is left behind.
@@ -422,7 +424,7 @@ def fork(order: Fork, program: ForkedProgram, death_pipe: int, forget: Callable[
             os.close(descriptor)
         raise
     if pid == 0:
-        forget()
+        close_inherited()
         # Both ends were made non-blocking: a rank that prints faster than the fork server reads would get
         # EAGAIN instead of waiting.
         os.set_blocking(log_child, True)

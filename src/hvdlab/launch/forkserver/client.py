@@ -252,7 +252,7 @@ class ForkServer:
             why = self._why_not_kept()
             if not why:
                 return
-            self._replay_log.forget_keeping()
+            self._replay_log.drop_keep()
         raise StartError(f"the pool can't be kept at {path}: {why}")
 
     def _why_not_kept(self) -> str:
@@ -527,7 +527,7 @@ class ReplayLog:
         """Return whether the fork server is to stay when this process ends."""
         return self._keep is not None
 
-    def forget_keeping(self) -> None:
+    def drop_keep(self) -> None:
         """Drop the last :class:`Keep`, which failed."""
         self._keep = None
 
@@ -575,7 +575,7 @@ class OrphanWatcher:
     def __init__(self) -> None:
         #: A process descriptor and the peak of memory in bytes for each, by process id. The peak is read
         #: while it lives.
-        self._held: dict[int, int] = {}
+        self._descriptors: dict[int, int] = {}
         self._peaks: dict[int, int] = {}
 
     def watch(self, children: Iterable[Forked]) -> None:
@@ -583,19 +583,19 @@ class OrphanWatcher:
         for child in tuple(
             children
         ):  # a copy: the reading thread takes a child out of the replay log when it has ended
-            if child.pid in self._held:
+            if child.pid in self._descriptors:
                 continue
             with contextlib.suppress(OSError):  # no descriptor left: its end will be unknown
                 descriptor = open_process(child.pid, child.started)
                 if descriptor >= 0:
-                    self._held[child.pid] = descriptor
+                    self._descriptors[child.pid] = descriptor
                     self._peaks[child.pid] = peak_memory(child.pid)
 
     def complete(self, end: Exited) -> Exited:
         """Return the same end, completed by facts known here: how the rank ended, and the memory that it had."""
         if not end.max_rss and (peak := self._peaks.get(end.pid)):
             end = msgspec.structs.replace(end, max_rss=peak, seen=True)
-        descriptor = self._held.get(end.pid)
+        descriptor = self._descriptors.get(end.pid)
         if descriptor is None or end.code != -1 or end.signal:
             return end
         status = exit_status(descriptor, end.pid)
@@ -606,7 +606,7 @@ class OrphanWatcher:
 
     def terminate(self, grace: float) -> None:
         """Send SIGTERM to all, and wait this many seconds for their end."""
-        for descriptor in self._held.values():
+        for descriptor in self._descriptors.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGTERM)
         self._wait(Deadline(grace))
@@ -614,13 +614,13 @@ class OrphanWatcher:
     def release(self, timeout: float = 0.0) -> None:
         """Wait this many seconds for their end, and hold them no longer."""
         self._wait(Deadline(timeout))
-        for descriptor in self._held.values():
+        for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._held.clear()
+        self._descriptors.clear()
         self._peaks.clear()
 
     def _wait(self, deadline: Deadline) -> None:
-        for descriptor in self._held.values():
+        for descriptor in self._descriptors.values():
             readable(descriptor, deadline.remaining())
 
 
@@ -725,10 +725,10 @@ class ServerHandle:
             status = exit_status(self._pidfd, self.pid)
             code = None if status is None else os.waitstatus_to_exitcode(status)
         how = otherwise if code is None else describe_signal(-code) if code < 0 else f"exit code {code}"
-        said = self._last_words()
-        return f"{how}; its last words were:\n{said}" if said else how
+        log_tail = self._log_tail()
+        return f"{how}; its last words were:\n{log_tail}" if log_tail else how
 
-    def _last_words(self) -> str:
+    def _log_tail(self) -> str:
         if self._log is None:
             return ""
         self._log.seek(0, os.SEEK_END)

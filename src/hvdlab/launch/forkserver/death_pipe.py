@@ -22,7 +22,7 @@ class DeathPipe:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        _held.add(self)
+        _open_pipes.add(self)
 
     @classmethod
     def make(cls) -> DeathPipe:
@@ -68,12 +68,12 @@ def wake_on_hangup(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-_held: weakref.WeakSet[DeathPipe] = weakref.WeakSet()
+_open_pipes: weakref.WeakSet[DeathPipe] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
     """Close all death pipes in a fork of the pool's process (multiprocessing, say), which must not keep the children alive."""
-    for death_pipe in list(_held):
+    for death_pipe in list(_open_pipes):
         death_pipe.close()
 
 

@@ -247,7 +247,7 @@ class ServerShell:
         self._link.close()
         if self._detached is not None and self._ranks():
             self._detached.begin(self._ranks())
-            self._look_after()
+            self._watch_coordinator()
         return [PoolLost()]
 
     def _listen(self, path: str) -> None:
@@ -261,7 +261,7 @@ class ServerShell:
         try:
             if self._detached is not None:
                 self._leave_coordinator()
-                self._detached.forget()
+                self._detached.release()
                 self._detached = None
             if path:
                 self._listener = PoolListener(path)
@@ -299,7 +299,7 @@ class ServerShell:
         """Return one more than the highest rank that lives."""
         return max(self._state.children(), default=-1) + 1
 
-    def _look_after(self) -> None:
+    def _watch_coordinator(self) -> None:
         if self._detached is not None and self._detached.process >= 0:
             self._selector.register(self._detached.process, selectors.EVENT_READ, self._coordinator_ended)
 
@@ -308,7 +308,7 @@ class ServerShell:
             self._ignore(self._detached.process)
             if self._state.kept and self._ranks():
                 self._detached.replace(self._ranks())
-                self._look_after()
+                self._watch_coordinator()
         return []
 
     def _leave_coordinator(self) -> None:
@@ -361,7 +361,7 @@ class ServerShell:
 
     def _fork(self, order: Fork) -> Role | None:
         try:
-            outcome = fork(order, self._program, self._death_pipe, self._forget)
+            outcome = fork(order, self._program, self._death_pipe, self._close_in_child)
         except OSError as error:
             self._answers.append(ForkReturned(order.number, error=why_not(error)))
             return None
@@ -376,23 +376,23 @@ class ServerShell:
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
+    def _close_in_child(self) -> None:
         """Close the parent's descriptors in a child, without notice to the other sides, and handle signals as usual."""
         # First: the pipe is shared with the parent, which the child's signals would wake.
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         # Nothing is unregistered: the child shares the epoll object, so that would end the parent's watch.
         self._selector.close()
-        self._link.forget()
+        self._link.close_in_child()
         if self._listener is not None:
-            self._listener.forget()
+            self._listener.close_in_child()
         if self._detached is not None:
-            self._detached.forget()
+            self._detached.release()
         # The pipes of siblings that wait, too: with a copy of the writing end here, a sibling would not see
         # that the fork server died.
         for descriptor in (self._wakeup, self._wakeup_write, *self._unannounced.values()):
             os.close(descriptor)
-        self._child_table.forget()
+        self._child_table.close_in_child()
 
     def _reap(self) -> list[Event]:
         with contextlib.suppress(BlockingIOError):
@@ -417,7 +417,7 @@ class ServerShell:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
         if self._detached is not None:
-            self._detached.forget()
+            self._detached.release()
         self._link.close()
 
 
@@ -452,7 +452,7 @@ class DetachedSupervisor:
         #: A descriptor of the last coordinator whose process this has found, or -1.
         self._known = -1
         self.process = -1
-        self._remember(server_of(self._directory, ANSWER_WITHIN))
+        self._replace_descriptor(server_of(self._directory, ANSWER_WITHIN))
         self._learn()
 
     @property
@@ -505,23 +505,23 @@ class DetachedSupervisor:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Close everything, in a forked child or at the end. A successor that was started here lives on by itself."""
         self.end()
-        self._remember(0)
+        self._replace_descriptor(0)
         if self._listeners is not None:
             self._listeners.close()
         if self._successor is not None:
             self._successor.release(0)
 
     def _watch(self, pid: int) -> None:
-        self._remember(pid)
+        self._replace_descriptor(pid)
         if self._known >= 0:
             # A copy: `_known` is replaced whenever the coordinator is found again, while the selector
             # watches this one until end().
             self.process = os.dup(self._known)
 
-    def _remember(self, pid: int) -> None:
+    def _replace_descriptor(self, pid: int) -> None:
         """Keep a descriptor of this process in place of the one before; of none if ``pid`` is 0."""
         descriptor, self._known = self._known, -1
         if descriptor >= 0:
@@ -582,7 +582,7 @@ class PoolLink:
         self.endpoint.close()
         self._close_signs()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close it in a forked child, without shutting the connection down for the other side."""
         if not self.endpoint.closed:
             os.close(self._sock.detach())
@@ -623,7 +623,7 @@ class PoolListener:
             sock, _ = self.sock.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._turn_away()
+                self._drop_connection()
             return None
         try:
             return sock, require_own_peer(sock)
@@ -631,7 +631,7 @@ class PoolListener:
             sock.close()
             return None
 
-    def _turn_away(self) -> None:
+    def _drop_connection(self) -> None:
         """Drop one connection: without a descriptor for it, the listener would stay readable for ever."""
         os.close(self._spare)
         with contextlib.suppress(OSError):
@@ -644,9 +644,9 @@ class PoolListener:
             # Before the socket is closed: once it refuses connections, another process may put its own
             # socket at this path.
             os.unlink(self.path)
-        self.forget()
+        self.close_in_child()
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """Close the descriptors in a forked child."""
         self.sock.close()
         os.close(self._spare)

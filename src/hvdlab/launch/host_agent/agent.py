@@ -187,7 +187,7 @@ class Agent:
         self._by_pid: dict[int, Child] = {}
         #: Whether the launcher's end is open, and whether reading from ranks is held up for it.
         self._open = True
-        self._held = False
+        self._paused = False
         #: Readable when a signal has arrived, such as at the end of a child.
         self._wakeup = -1
         #: The fork server, if ranks are forked.
@@ -207,7 +207,7 @@ class Agent:
         try:
             while self._open:
                 self._flush()
-                self._hold(len(self._out) > BACKLOG)
+                self._pause_reading(len(self._out) > BACKLOG)
                 for key, _ in self._selector.select():
                     key.data()
         except BrokenPipeError:
@@ -366,8 +366,8 @@ class Agent:
 
     def _watch(self, child: Child) -> None:
         self._children[child.rank] = self._by_pid[child.pid] = child
-        # While ranks are held up, this one is too: `_hold` reads from all again, and fails at a pipe that is watched.
-        if not self._held:
+        # While ranks are held up, this one is too: `_pause_reading` reads from all again, and fails at a pipe that is watched.
+        if not self._paused:
             self._read_from(child)
         self._send(wire.RankStarted(child.rank, child.pid))
 
@@ -436,13 +436,13 @@ class Agent:
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
-    def _hold(self, wanted: bool) -> None:
+    def _pause_reading(self, paused: bool) -> None:
         """Stop reading from ranks, or read again."""
-        if wanted == self._held:
+        if paused == self._paused:
             return
-        self._held = wanted
+        self._paused = paused
         for child in self._children.values():
-            if not wanted:
+            if not paused:
                 self._read_from(child)
                 continue
             for fd in child.pipes:

@@ -159,11 +159,13 @@ class ProgramConnection:
             code = self._process.wait(1)
         except subprocess.TimeoutExpired:
             return f"the connection to {host} is lost"
-        said = self._last_words()
-        hint = "" if greeted else _lacking(said, code)
-        return f"{self._called} for {host} ended with exit code {code}" + (f": {said}" if said else "") + hint
+        error = self._last_error_line()
+        hint = "" if greeted else _missing_software_hint(error, code)
+        return (
+            f"{self._called} for {host} ended with exit code {code}" + (f": {error}" if error else "") + hint
+        )
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         """Return the last line of the standard error of the agent or its shell, if that was kept."""
         if self._errors is None:
             return ""
@@ -312,12 +314,12 @@ class AgentLink:
         return self._connection.end_text(self.host, greeted=self._preamble is None)
 
 
-def _lacking(said: str, code: int) -> str:
-    """Return a sentence on the package or interpreter that the other host lacks, by the last words of an agent that never came up there."""
+def _missing_software_hint(error: str, code: int) -> str:
+    """Return a sentence on the package or interpreter that the other host lacks, by the last error line of an agent that never came up there."""
     remedy = "--launcher-option python=PATH names another one there"
-    if module := _NO_MODULE.search(said):
+    if module := _NO_MODULE.search(error):
         return f". The interpreter on that host lacks `{module[1]}`: install hvdlab for it, or {remedy}"
-    if code in (126, 127) or _NO_PROGRAM.search(said):
+    if code in (126, 127) or _NO_PROGRAM.search(error):
         return f". The interpreter of the ranks is not on that host under this path: {remedy}"
     return ""
 

@@ -419,8 +419,8 @@ class ActorConnection:
         #: The descriptors that this side has to close; guarded by the lock.
         self._open = {self.inbox, self.outbox}
         #: Why the agent is lost, once it is.
-        self._said = ""
-        #: Set when the relay has ended, after ``_said`` was stored.
+        self._end_reason = ""
+        #: Set when the relay has ended, after ``_end_reason`` was stored.
         self._over = threading.Event()
         self._relaying: Future[None] = asyncio.run_coroutine_threadsafe(
             self._relay(), client.loop.asyncio_loop
@@ -430,7 +430,9 @@ class ActorConnection:
         """Return Dask's text on the end."""
         # The end of the pipe can be seen before the relay has stored its reason.
         self._over.wait(1.0)
-        return f"its agent on the Dask worker {host} is gone" + (f": {self._said}" if self._said else "")
+        return f"its agent on the Dask worker {host} is gone" + (
+            f": {self._end_reason}" if self._end_reason else ""
+        )
 
     def hang_up(self) -> None:
         """See :class:`~hvdlab.launch.host_agent.connection.AgentConnection`."""
@@ -481,7 +483,7 @@ class ActorConnection:
                 finally:
                     sending.cancel()
         except Exception as error:  # noqa: BLE001  # whatever Dask, the worker or the actor raises
-            self._said = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._end_reason = f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             self._over.set()
 

@@ -482,7 +482,7 @@ class _Entry:
 
     cooldown: Cooldown
     #: Slots by the source's last answer, 0 if it did not have the host; since when, and how often in a row, it answers so.
-    said: int = 0
+    reported: int = 0
     since: float = 0.0
     times: int = 0
     #: Slots that are believed; 0 for a host that is not there.
@@ -556,21 +556,21 @@ class HostTable:
         for name in [*slots, *(name for name in self._hosts if name not in slots)]:
             if name not in self._hosts:
                 self._hosts[name] = _Entry(Cooldown(*self._cooldown))
-            self._hear(name, self._hosts[name], slots.get(name, 0), now)
+            self._record_answer(name, self._hosts[name], slots.get(name, 0), now)
 
-    def _hear(self, name: str, entry: _Entry, said: int, now: float) -> None:
-        if said == entry.said:
+    def _record_answer(self, name: str, entry: _Entry, reported: int, now: float) -> None:
+        if reported == entry.reported:
             entry.times += 1
         else:
-            entry.said, entry.since, entry.times = said, now, 1
+            entry.reported, entry.since, entry.times = reported, now, 1
             entry.changes.append(now)
         if entry.wavering:
             if now >= entry.since + STEADY:
                 entry.wavering = False
                 entry.changes.clear()
-                entry.slots = said
+                entry.slots = reported
             return
-        if said == entry.slots:
+        if reported == entry.slots:
             return
         often = len(entry.changes) == WAVERS and entry.changes[0] > now - WAVERS_WITHIN
         if often:
@@ -582,8 +582,8 @@ class HostTable:
                 )
             )
         # More slots are believed at once; fewer would let ranks go.
-        elif said > entry.slots or entry.times >= GONE_AFTER:
-            entry.slots = said
+        elif reported > entry.slots or entry.times >= GONE_AFTER:
+            entry.slots = reported
 
     def _on_failure(self, text: str, now: float) -> None:
         if self._failed is None:

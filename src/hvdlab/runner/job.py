@@ -125,10 +125,10 @@ class JobRun:
             except BaseException:
                 coordinator.close()
                 raise
-            keeper = CoordinatorSupervisor(coordinator, self._client, self._events)
+            coordinator_supervisor = CoordinatorSupervisor(coordinator, self._client, self._events)
             # Runs after the two that follow: once the coordinator is closed, an attempt under way has
             # nothing to wait for.
-            cleanup.callback(keeper.close)
+            cleanup.callback(coordinator_supervisor.close)
             cleanup.callback(coordinator.close, _CLOSING)
             cleanup.callback(self._client.close)
             self._events.watch(self._client)
@@ -142,7 +142,7 @@ class JobRun:
             cleanup.callback(self._events.stop)
             if self._job.source is None:
                 self._start(range(self._job.size))
-                self._say_where(launcher)
+                self._print_placement(launcher)
             else:
                 cleanup.callback(self._ask(self._job.source).close)
             while not self._finished:
@@ -164,7 +164,7 @@ class JobRun:
         where = coordinator.tls_address if address else coordinator.address
         assert where is not None
         if self._verbose:
-            self._say(f"coordinator {where} (pid {coordinator.pid}); rendezvous at {master}:{port}")
+            self._print_notice(f"coordinator {where} (pid {coordinator.pid}); rendezvous at {master}:{port}")
         return WorldEnvironment(
             where, coordinator.token, coordinator.certificate, self._job.plane, master, port
         )
@@ -209,19 +209,19 @@ class JobRun:
                 self._running.difference_update(ranks)
                 self._events.post(e.Unstartable(tuple(ranks), str(error)))
 
-    def _say(self, text: str) -> None:
+    def _print_notice(self, text: str) -> None:
         if self._err is not None:
             self._err.say(text)
 
-    def _say_where(self, launcher: Launcher) -> None:
+    def _print_placement(self, launcher: Launcher) -> None:
         if not self._verbose:
             return
         if launcher.name not in ("local", "ssh"):  # other launchers place the ranks themselves
-            self._say(f"{launcher.name}: {format_ranks(range(self._job.size))}")
+            self._print_notice(f"{launcher.name}: {format_ranks(range(self._job.size))}")
             return
         for index in self._job.used_hosts:
             ranks = (str(slot.rank) for slot in self._job.slots if slot.host == index)
-            self._say(f"{self._job.hosts[index].name}: ranks {', '.join(ranks)}")
+            self._print_notice(f"{self._job.hosts[index].name}: ranks {', '.join(ranks)}")
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class JobRun:
     def _take(self, posted: QueuedEvent) -> None:
         match posted:
             case str():
-                self._say(posted)
+                self._print_notice(posted)
             case OutputReceived(rank, stream, data):
                 if stream == STDERR:
                     self._tails[rank].add(data)
@@ -268,7 +268,7 @@ class JobRun:
                 self._handle(posted)
             case e.RanksWaiting(text):
                 if text:
-                    self._say(text)
+                    self._print_notice(text)
                 self._handle(posted)
             case HostsAsked() | HostsFound() | NotFound() | HostFailed() | HostTick():
                 self._on_host_event(posted)
@@ -286,7 +286,7 @@ class JobRun:
         for effect in self._table.handle(event, time.monotonic()):
             match effect:
                 case HostNotice(text):
-                    self._say(text)
+                    self._print_notice(text)
                 case HostsChanged(slots, aside):
                     self._changed = e.Hosts(slots, aside)
 
@@ -312,13 +312,13 @@ class JobRun:
         match effect:
             case e.Notice(text):
                 self._done.failure.append(text)
-                self._say(text)
+                self._print_notice(text)
             case e.FailureReport():
                 self._done.failed = effect.rank
                 host = self._hosts.get(effect.rank) or self._supervisor.ranks[effect.rank].host
                 self._done.failure = failure_lines(effect, self._tails, "" if is_local(host) else host)
                 for line in self._done.failure:
-                    self._say(line)
+                    self._print_notice(line)
             case e.SendSignal(ranks, number):
                 assert self._starter is not None
                 for rank in ranks:
@@ -339,7 +339,7 @@ class JobRun:
                     self._starter.give_up(host)
                 self._enter(HostFailed(host, reason))
             case e.ReportRankDeath() | e.SetExpectedRanks() | e.ReleaseRanks():
-                self._tell(effect)
+                self._send_to_coordinator(effect)
 
     def _respawn(self, rank: int) -> None:
         self._results.pop(rank, None)
@@ -350,8 +350,8 @@ class JobRun:
             self._running.discard(rank)
             self._events.post(e.Unstartable((rank,), str(error)))
 
-    def _tell(self, effect: e.ReportRankDeath | e.SetExpectedRanks | e.ReleaseRanks) -> None:
-        """Send the effect to the coordinator. If that is gone, the keeper sees to it."""
+    def _send_to_coordinator(self, effect: e.ReportRankDeath | e.SetExpectedRanks | e.ReleaseRanks) -> None:
+        """Send the effect to the coordinator. If that is gone, its supervisor replaces it, or ends the job."""
         assert self._client is not None
         with contextlib.suppress(ConnectionError):
             if isinstance(effect, e.SetExpectedRanks):

@@ -45,7 +45,7 @@ class RunOptions:
     def __init__(
         self, given: Mapping[str, Any], config: Mapping[str, Any], environ: Mapping[str, str]
     ) -> None:
-        self.said: dict[str, Any] = {**config, **given}
+        self.chosen: dict[str, Any] = {**config, **given}
         self._environ = environ
         read_variables({**environ, **self.variables()})
 
@@ -55,8 +55,8 @@ class RunOptions:
         Raises:
             InvalidRequestError: The flag's variable has a wrong value.
         """
-        if dest in self.said:
-            return self.said[dest]
+        if dest in self.chosen:
+            return self.chosen[dest]
         flag = BY_DEST[dest]
         text = self._environ.get(flag.variable, "").strip() if flag.variable else ""
         if not text:
@@ -73,14 +73,14 @@ class RunOptions:
     def variables(self) -> dict[str, str]:
         """Return the variables that the given flags stand for."""
         return {
-            flag.variable: flag.value_of_variable(self.said[flag.dest])
+            flag.variable: flag.value_of_variable(self.chosen[flag.dest])
             for flag in FLAGS
-            if flag.variable and flag.dest in self.said
+            if flag.variable and flag.dest in self.chosen
         }
 
     def warnings(self) -> list[str]:
         """Return a line for each given flag that has no effect."""
-        given = [BY_DEST[dest] for dest in self.said]
+        given = [BY_DEST[dest] for dest in self.chosen]
         return [f"{flag.name} has no effect here: {flag.ineffective}" for flag in given if flag.ineffective]
 
     def hosts(self) -> tuple[Host, ...]:

@@ -69,7 +69,7 @@ class ExecutorRequest:
         from pyspark import InheritableThread  # pyright: ignore[reportMissingImports]
 
         thread: threading.Thread = InheritableThread(
-            target=self._wait, args=(missing, _hold if hold else _nothing), name=self._group
+            target=self._wait, args=(missing, _occupy_slot if hold else _nothing), name=self._group
         )
         thread.daemon = True
         thread.start()
@@ -100,7 +100,7 @@ def _nothing(_: object) -> None:
     """Return at once, as the work of a task that waited for a slot."""
 
 
-def _hold(_: object) -> None:
+def _occupy_slot(_: object) -> None:
     """Keep the slot: Spark ends the task's process when the job is cancelled."""
     signal.pause()
 
@@ -304,7 +304,7 @@ class SparkJob:
             if running >= self._size:
                 return
             if time.monotonic() > self._deadline:
-                raise StartError(_late(f"{running} of {self._size} run", self._timeout))
+                raise StartError(_timeout_text(f"{running} of {self._size} run", self._timeout))
 
     def _stages(self) -> Iterator[Any]:
         status = self._context.statusTracker()
@@ -370,7 +370,7 @@ def wait_for_slots(context: Any, size: int, deadline: float, timeout: float) -> 
         while (there := slots(context)) < size:
             left = deadline - time.monotonic()
             if is_local(context) or left <= 0:
-                raise StartError(_late(f"it has {there} task slots for {size} ranks", timeout))
+                raise StartError(_timeout_text(f"it has {there} task slots for {size} ranks", timeout))
             executor_request.submit(size, hold=True)
             threading.Event().wait(min(left, _LOOKS))  # Spark reports new executors only when asked
     finally:
@@ -422,7 +422,7 @@ def is_local(context: Any) -> bool:
     return bool(context.master == "local" or context.master.startswith("local["))
 
 
-def _late(why: str, timeout: float) -> str:
+def _timeout_text(why: str, timeout: float) -> str:
     return (
         f"Timed out waiting for Spark tasks to start: {why}. Please check that Spark has enough free task slots to run "
         f"all ranks at the same time (cores, executors, other jobs), ask for fewer by num_proc, or raise start_timeout "

@@ -103,7 +103,7 @@ class RankTask:
         with Client.connect(
             self.world.coordinator, self.client_token, certificate=self.world.certificate
         ) as client:
-            end, pid = _hold(start, wire.RankSpec(rank, environment), captured=self.captured)
+            end, pid = _run_rank(start, wire.RankSpec(rank, environment), captured=self.captured)
             if not end.outcome.ok:
                 # The others would wait for a rank that did not come to hvd.init().
                 client.rank_lost(rank, pid, _reason(end))
@@ -142,10 +142,10 @@ class SingleRankTask:
         program, *arguments = self.command
         command = (program or sys.executable, *arguments)
         start = wire.Start(tuple(map(os.fsencode, command)), b"", {}, function=self.call)
-        yield _hold(start, wire.RankSpec(self.rank, environment), captured=self.captured)[0]
+        yield _run_rank(start, wire.RankSpec(self.rank, environment), captured=self.captured)[0]
 
 
-def _hold(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[RankEnd, int]:
+def _run_rank(start: wire.Start, spec: wire.RankSpec, *, captured: bool) -> tuple[RankEnd, int]:
     """Start a rank and wait for its end. Also returns its process, or 0 if it could not be started."""
     try:
         child = spawn(start, spec, -1)

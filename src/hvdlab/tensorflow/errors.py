@@ -28,7 +28,7 @@ from hvdlab.collectives.errors import (
 )
 from hvdlab.tensorflow.installed import internal, tf
 
-_KEPT = 64
+_MOST_IN_FLIGHT = 64
 """Errors that are kept for statuses that may still come back to Python; errors are rare, and their statuses come back soon."""
 
 _MARK = re.compile(r"\s*\[hvdlab error (\d+)\]")
@@ -113,20 +113,20 @@ def as_tensorflow(error: HvdlabError) -> HvdlabError:
 # -- through C++ ------------------------------------------------------------------------------------------------------
 
 
-class _Kept:
+class _ErrorsInFlight:
     """Errors whose statuses are on their way through TensorFlow's C++, by the number in the status's text."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
-        #: The errors by number, the oldest first; at most ``_KEPT``, since C++ can drop a status unseen.
+        #: The errors by number, the oldest first; at most ``_MOST_IN_FLIGHT``, since C++ can drop a status unseen.
         self._errors: OrderedDict[int, BaseException] = OrderedDict()
 
     def add(self, error: BaseException) -> int:
         with self._lock:
             number = next(self._numbers)
             self._errors[number] = error
-            if len(self._errors) > _KEPT:
+            if len(self._errors) > _MOST_IN_FLIGHT:
                 self._errors.popitem(last=False)
             return number
 
@@ -135,7 +135,7 @@ class _Kept:
         return None if mark is None else self._errors.get(int(mark[1]))
 
 
-_kept = _Kept()
+_in_flight = _ErrorsInFlight()
 
 
 def to_status(error: BaseException) -> tuple[int, str]:
@@ -144,12 +144,12 @@ def to_status(error: BaseException) -> tuple[int, str]:
         error = as_tensorflow(error)
     code = getattr(error, "error_code", tf.errors.UNKNOWN)
     text = str(error) or type(error).__name__
-    return int(code), f"{text} [hvdlab error {_kept.add(error)}]"
+    return int(code), f"{text} [hvdlab error {_in_flight.add(error)}]"
 
 
 def from_text(text: str) -> BaseException | None:
     """Return the error that a text of TensorFlow's stands for: a kept one, or hvdlab's in place of XLA's; ``None`` for other texts."""
-    error = _kept.find(text)
+    error = _in_flight.find(text)
     if error is not None:
         return error.with_traceback(None)
     if "XLA" in text.upper() and _OUR_OPS.search(text):

@@ -281,7 +281,7 @@ class TimedWatches(TimedJob):
         before = self._mark()
         for me, group in zip(self.ranks, waiting, strict=False):
             me.free = max(me.free, self.now)
-            group.look(time.monotonic() + 3600.0)
+            group.check_launches(time.monotonic() + 3600.0)
         self.run()
         known = self._passage(before, self._judged)
         traffic = [me.traffic.since(old) for me, old in zip(self.ranks, before[2], strict=True)]

@@ -246,7 +246,7 @@ class Histories:
         Returns:
             A sentence; empty if no rank has, as far as the ranks answer within :data:`PATIENCE`.
         """
-        own = self._said(group, generation)
+        own = self._calls_of(group, generation)
         others = [rank for rank in missing if rank != self._engine.rank and rank in self._engine.living]
         if not own.calls or not others:
             return ""
@@ -272,7 +272,7 @@ class Histories:
                 del self._answers[number]
         return answers
 
-    def _said(self, group: str, generation: int) -> CallHistoryMessage:
+    def _calls_of(self, group: str, generation: int) -> CallHistoryMessage:
         with self._changed:
             source = self._sources.get(group)
             if source is not None:
@@ -286,15 +286,17 @@ class Histories:
 
     def _on_mail(self, sender: int, body: bytes) -> None:
         """Handle another rank's request for calls, or its answer. Control thread."""
-        said = msgspec.msgpack.decode(body, type=CallHistoryMessage)
-        if said.asks:
-            answer = msgspec.structs.replace(self._said(said.group, said.generation), number=said.number)
+        message = msgspec.msgpack.decode(body, type=CallHistoryMessage)
+        if message.asks:
+            answer = msgspec.structs.replace(
+                self._calls_of(message.group, message.generation), number=message.number
+            )
             self._engine.post(_TOPIC, msgspec.msgpack.encode(answer), [sender])
             return
         with self._changed:
-            answers = self._answers.get(said.number)
+            answers = self._answers.get(message.number)
             if answers is not None:
-                answers[sender] = said
+                answers[sender] = message
                 self._changed.notify_all()
 
 

@@ -85,7 +85,7 @@ REFUSED_WITHIN = 0.05
 LATE_IN_FAILED_CELL = 0.1
 """Seconds after which a launch counts as late while its cell has failed on another rank: a pool soon interrupts the ranks on which it runs, and
 their users are to get the failed rank's name instead."""
-_LOOKS = 4
+_CHECKS = 4
 """How often within the time after which a launch is late a rank looks for late launches."""
 _TOPIC = "c10d.watched"
 _CREATION = "dist.new_group"
@@ -103,10 +103,10 @@ class LaunchWatch:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._groups: weakref.WeakValueDictionary[str, WatchedGroup] = weakref.WeakValueDictionary()
-        #: Whether a look is ordered already.
+        #: Whether a check is scheduled already.
         self._due = False
-        #: The number of the last one that was ordered. A timer of an earlier one does nothing.
-        self._ordered = 0
+        #: The number of the last one that was scheduled. A timer of an earlier one does nothing.
+        self._scheduled = 0
         engine.on_abort(self._on_abort)
         engine.on_mail(_TOPIC, self._on_mail)
         engine.on_world(self._on_world)
@@ -121,27 +121,27 @@ class LaunchWatch:
     def remove(self, name: str) -> None:
         self._groups.pop(name, None)
 
-    def look_later(self, seconds: float) -> None:
-        """Look for late launches in some time, unless that is to happen already. Any thread."""
+    def schedule_check(self, seconds: float) -> None:
+        """Schedule a check for late launches, unless one is scheduled already. Any thread."""
         if not self._due:
             self._due = True
-            number = self._ordered = self._ordered + 1
-            self._engine.call_later(seconds, lambda: self._look(number))
+            number = self._scheduled = self._scheduled + 1
+            self._engine.call_later(seconds, lambda: self._check(number))
 
-    def look_now(self) -> None:
-        """Look for late launches now, in place of the look that is ordered. Control thread."""
-        self._ordered += 1
-        self._look(self._ordered)
+    def check_now(self) -> None:
+        """Check for late launches now, in place of the scheduled check. Control thread."""
+        self._scheduled += 1
+        self._check(self._scheduled)
 
-    def _look(self, number: int) -> None:
-        if number != self._ordered:
+    def _check(self, number: int) -> None:
+        if number != self._scheduled:
             return
-        # Before the looks: a launch behind them sees that it has to ask for another look.
+        # Before the checks: a launch after them sees that it has to schedule another one.
         self._due = False
         now = time.monotonic()
-        pauses = [group.look(now) for group in list(self._groups.values())]
+        pauses = [group.check_launches(now) for group in list(self._groups.values())]
         if soonest := min((pause for pause in pauses if pause), default=0.0):
-            self.look_later(soonest)
+            self.schedule_check(soonest)
 
     def _on_abort(self, message: Abort) -> None:
         for group in list(self._groups.values()):
@@ -568,7 +568,7 @@ class WatchedGroup(HvdlabProcessGroup):
             work.end_failed()
             self._end_later([] if work.is_over() else [work])
         calls.gather(work)
-        self._watch.look_later(self._pause())
+        self._watch.schedule_check(self._pause())
         # Other ranks have their stand-ins already, and wait for this rank's in the core.
         if number <= generation.wanted.get(channel, 0):
             self._engine.call_on_control(functools.partial(self._stand_in, generation, channel, number))
@@ -581,7 +581,7 @@ class WatchedGroup(HvdlabProcessGroup):
         return min(late, LATE_IN_FAILED_CELL) if failed and failed in self._engine.cells else late
 
     def _pause(self) -> float:
-        return self._late_after(self._calls.seconds) / _LOOKS
+        return self._late_after(self._calls.seconds) / _CHECKS
 
     def _start_coalescing(self, device: Any = None) -> None:
         if self.on_device and device is not None and device.type == self._device_type:
@@ -620,8 +620,8 @@ class WatchedGroup(HvdlabProcessGroup):
 
     # -- lateness -----------------------------------------------------------------------------------------------------
 
-    def look(self, now: float) -> float:
-        """Report launches that are late, and repeat a request for the end. Returns in how many seconds to look again; 0 for not at all. Control thread."""
+    def check_launches(self, now: float) -> float:
+        """Report launches that are late, and repeat a request for the end. Returns the seconds until the next check; 0 for none. Control thread."""
         generation = self._generation
         flying = generation.flying
         while flying and flying[0].is_over():
@@ -713,7 +713,7 @@ class WatchedGroup(HvdlabProcessGroup):
                 return  # of an inner group that has ended
             case FailedCell():
                 generation.failed_cell = mail.cell
-                self._watch.look_now()
+                self._watch.check_now()
             case LateLaunch():
                 self._on_late(mail)
             case LaunchQuery():
@@ -865,11 +865,11 @@ class WatchedGroup(HvdlabProcessGroup):
     def give_up(self, work: WatchedWork, seconds: float) -> None:
         """Have all ranks give up the launches in flight, since a wait has exceeded its limit. Any thread; the end comes later."""
         text = f"it was given up on rank {self._engine.rank} after {seconds:g} s, the timeout of the process group"
-        # A request can be lost with the coordinator, and the core repeats none: nothing is pending there. So look() repeats it. Stored before it
-        # is sent, and with the work's own generation: if that has ended by now, no look may end the next one.
+        # A request can be lost with the coordinator, and the core repeats none: nothing is pending there. So check_launches() repeats it. Stored before it
+        # is sent, and with the work's own generation: if that has ended by now, no check may end the next one.
         work.generation.end_request = EndRequest(text, time.monotonic())
         self._engine.withdraw(text, self.process_set, CauseKind.TIMEOUT)
-        self._watch.look_later(self._pause())
+        self._watch.schedule_check(self._pause())
 
     def withdraw_interrupted(self) -> None:
         """Have all ranks give up the launches in flight, since the user interrupts this rank."""

@@ -72,7 +72,7 @@ class _TensorFlowDifferentiation:
         count = len(tensors)
 
         def backward(*gradients: Any) -> Sequence[Any]:
-            return _anywhere.backward(forward, kept, gradients)
+            return _graph_or_eager.backward(forward, kept, gradients)
 
         # Without the received splits of an alltoall, which have no gradient.
         _record.record_operation("HvdlabCollective", list(outputs[:count]), list(tensors), backward)
@@ -110,14 +110,14 @@ def _scaled_backwards(tensor: Any, factor: int) -> Any:
     return same(tensor)
 
 
-class _Nowhere:
+class _UnrecordedAdapter:
     """Part of an adapter that :class:`Differentiable` needs: no gradients to record, since TensorFlow records them itself."""
 
     def requires_grad(self, tensors: Sequence[Any]) -> bool:
         return False
 
 
-class _Ended(NamedTuple):
+class _EndedHandle(NamedTuple):
     """Part of a handle that the gradient rules need: its collective has ended already."""
 
     outputs: list[Any]
@@ -126,27 +126,27 @@ class _Ended(NamedTuple):
         return self.outputs
 
 
-class _Anywhere:
+class _GraphOrEagerBinding:
     """Part of a binding that the gradient rules need: runs collectives on gradients in eager mode, or makes operations of them."""
 
-    adapter = _Nowhere()
+    adapter = _UnrecordedAdapter()
 
     def run(self, operation: Operation, tensor: Any, name: str | None) -> tuple[Any, Any]:
         if operation.kind is OpKind.ALLTOALL:
             return exchange(operation, tensor, operation.splits, name)
         return collective(operation, tensor, name), None
 
-    def submit_group(self, operation: Operation, tensors: Sequence[Any], name: str | None) -> _Ended:
-        return _Ended(collectives(operation, list(tensors), name))
+    def submit_group(self, operation: Operation, tensors: Sequence[Any], name: str | None) -> _EndedHandle:
+        return _EndedHandle(collectives(operation, list(tensors), name))
 
     def received_splits(self, result: Any) -> Any:
         return result
 
 
 _differentiation: Any = _TensorFlowDifferentiation()
-_binding: Any = _Anywhere()
+_binding: Any = _GraphOrEagerBinding()
 _eager: Differentiable[Any] = Differentiable(BINDING, _differentiation)
-_anywhere: Differentiable[Any] = Differentiable(_binding, _differentiation)
+_graph_or_eager: Differentiable[Any] = Differentiable(_binding, _differentiation)
 
 
 def gradients_of(call: Call, inputs: Sequence[Any], outputs: Outputs, gradients: Sequence[Any]) -> list[Any]:
@@ -159,7 +159,7 @@ def gradients_of(call: Call, inputs: Sequence[Any], outputs: Outputs, gradients:
         tf.convert_to_tensor(gradient) if gradient is not None else tf.zeros_like(output)
         for gradient, output in zip(gradients, outputs.tensors, strict=False)
     ]
-    return list(_anywhere.backward(forward, () if forward.linear else inputs, whole))
+    return list(_graph_or_eager.backward(forward, () if forward.linear else inputs, whole))
 
 
 def _gradient(op: Any, *gradients: Any) -> list[Any]:

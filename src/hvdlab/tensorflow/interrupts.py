@@ -41,7 +41,7 @@ _NOTHING = 0.1
 _HOME = os.path.join(os.path.dirname(tf.__file__), "")
 
 
-class _Watch:
+class _PendingCollectives:
     """The collectives that kernels have started, and the two threads that report and withdraw them."""
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class _Watch:
         self._expected = 0
         #: How many collectives kernels have started.
         self._count = 0
-        #: The thread that looks whether this process computes. It ends when no kernel is expected, none is pending and none has started
-        #: since its last look.
-        self._looking: threading.Thread | None = None
+        #: The thread that reports a rank that waits and does not compute. It ends when no kernel is expected, none is pending and none
+        #: has started since its last turn.
+        self._reporter: threading.Thread | None = None
 
     def expect(self) -> None:
         """Begin to watch before a kernel submits a collective. :meth:`started` or :meth:`failed` must follow.
@@ -69,17 +69,19 @@ class _Watch:
             RuntimeError: The process may not have more threads.
         """
         with self._lock:
-            if self._looking is None:
-                looking = threading.Thread(target=self._look, name="hvdlab-tensorflow-waiting", daemon=True)
+            if self._reporter is None:
+                reporter = threading.Thread(
+                    target=self._report_blocked, name="hvdlab-tensorflow-waiting", daemon=True
+                )
                 # Stored once it has started: later kernels must not count on a thread that could not be made.
-                looking.start()
-                self._looking = looking
+                reporter.start()
+                self._reporter = reporter
             self._expected += 1
 
     def started(self, handle: Handle, process_set: int) -> None:
         """Record that a kernel waits for this handle."""
         with self._lock:
-            # Under one lock with the counts: in between, the thread that looks would find neither, and end.
+            # Under one lock with the counts: in between, the reporter would find neither, and end.
             self._pending[handle] = process_set
             self._expected -= 1
             self._count += 1
@@ -98,7 +100,7 @@ class _Watch:
         """Return whether no kernel waits now; another one may a moment later."""
         return not self._pending
 
-    def _look(self) -> None:
+    def _report_blocked(self) -> None:
         """Report to the coordinator that this rank waits for its oldest handle, as long as the process does no other work."""
         reported: Handle | None = None
         end_report: Callable[[], None] | None = None
@@ -113,7 +115,7 @@ class _Watch:
                 over = now is None and count == self._count and not self._expected
                 # Under the lock: expect() finds the thread either going on, or gone.
                 if over:
-                    self._looking = None
+                    self._reporter = None
             computed = time.process_time() - cpu > _NOTHING
             if end_report is not None and (computed or now is not reported):
                 end_report()
@@ -170,14 +172,14 @@ class _Watch:
         self.__init__()  # type: ignore[misc]
 
 
-def _main_thread_is_stuck(watch: _Watch) -> bool:
+def _main_thread_is_stuck(collectives: _PendingCollectives) -> bool:
     """Return whether the main thread stays at one place in TensorFlow for :data:`_GRACE` seconds while collectives are pending."""
     before = _place()
     deadline = time.monotonic() + _GRACE
     while time.monotonic() < deadline:
         time.sleep(_LOOK)
         now = _place()
-        if now != before or not watch.sets():
+        if now != before or not collectives.sets():
             return False
     return before is not None
 
@@ -190,7 +192,12 @@ def _place() -> tuple[int, int] | None:
     return id(frame), frame.f_lasti
 
 
-_watch = _Watch()
-begin, idle = _watch.begin, _watch.idle
-expect, started, failed, ended = _watch.expect, _watch.started, _watch.failed, _watch.ended
-os.register_at_fork(after_in_child=_watch.after_fork)
+_collectives = _PendingCollectives()
+begin, idle = _collectives.begin, _collectives.idle
+expect, started, failed, ended = (
+    _collectives.expect,
+    _collectives.started,
+    _collectives.failed,
+    _collectives.ended,
+)
+os.register_at_fork(after_in_child=_collectives.after_fork)

@@ -96,7 +96,7 @@ def without_threads() -> None:
     tf, hvd = _modules()
     from hvdlab.tensorflow import interrupts
 
-    while interrupts._watch._looking is not None:  # it ends by itself soon after the last collective
+    while interrupts._collectives._reporter is not None:  # it ends by itself soon after the last collective
         time.sleep(0.01)
 
     def refused(thread: threading.Thread) -> None:
@@ -108,7 +108,7 @@ def without_threads() -> None:
         patch.setattr(threading.Thread, "start", refused)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             function()
-    assert not interrupts._watch.sets()
+    assert not interrupts._collectives.sets()
     assert function().numpy().tolist() == [1, 1, 1]
     works()
 
@@ -132,7 +132,7 @@ def waits(how: str, press: bool) -> str:
     name = f"lonely{hvd.rank()}"
 
     def interrupt() -> None:
-        while not interrupts._watch.sets():
+        while not interrupts._collectives.sets():
             time.sleep(0.001)
         if press:
             os.kill(os.getpid(), signal.SIGINT)
@@ -214,7 +214,7 @@ def left_alone(called: Path) -> str:
     interrupts.begin()
 
     def watch() -> None:
-        while not interrupts._watch.sets():
+        while not interrupts._collectives.sets():
             time.sleep(0.001)
         called.touch()
 

@@ -353,7 +353,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class ChildRole:
     """Role of a forked child.
 
     Attributes:
@@ -379,7 +379,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class ForkedChild:
     """New child, as the fork server sees it.
 
     Attributes:
@@ -395,8 +395,8 @@ class Birth:
 
 def fork(
     order: Fork, program: ForkedProgram, death_pipe: int, close_inherited: Callable[[], None]
-) -> Role | Birth:
-    """Fork. Returns a :class:`Role` in the child, where ``close_inherited`` is called first.
+) -> ChildRole | ForkedChild:
+    """Fork. Returns a :class:`ChildRole` in the child, where ``close_inherited`` is called first.
 
     Raises:
         OSError: There is no room for a process or its pipes; nothing is left behind.
@@ -432,7 +432,7 @@ def fork(
         for descriptor in (announced, ours):
             if descriptor >= 0:
                 os.close(descriptor)
-        return Role(order, log_child, pipes, unsent, theirs, parent, death_pipe, leave_to_live)
+        return ChildRole(order, log_child, pipes, unsent, theirs, parent, death_pipe, leave_to_live)
     for descriptor in (log_child, pipes.out[1], pipes.err[1], leave_to_live, theirs):
         if descriptor >= 0:
             os.close(descriptor)
@@ -441,7 +441,7 @@ def fork(
     # The start time is there even if the child has ended by now: only this process can reap it, and does so
     # later.
     record = Forked(order.number, pid, start_time(pid), log, err, out, unsent)
-    return Birth(record, SupervisedChild(order.number, pid, log, err, out, unsent, channel), announced)
+    return ForkedChild(record, SupervisedChild(order.number, pid, log, err, out, unsent, channel), announced)
 
 
 def why_not(error: OSError) -> str:
@@ -450,7 +450,7 @@ def why_not(error: OSError) -> str:
     return f"{text}: {REMEDIES[error.errno]}" if error.errno in REMEDIES else text
 
 
-def become(role: Role, program: ForkedProgram, *, open_files: int) -> NoReturn:
+def become(role: ChildRole, program: ForkedProgram, *, open_files: int) -> NoReturn:
     """Run a role in a forked child, and end the process with it.
 
     Args:
@@ -497,7 +497,7 @@ def _end_after(seconds: float, code: int) -> None:
     os._exit(code)
 
 
-def _set_up(role: Role, program: ForkedProgram) -> None:
+def _set_up(role: ChildRole, program: ForkedProgram) -> None:
     order = role.order
     os.setsid()  # Ctrl-C in the notebook's terminal must reach the pool alone, which passes it on
     if order.number == CONTROLLER:
@@ -530,7 +530,7 @@ def _set_up(role: Role, program: ForkedProgram) -> None:
         refresh_libraries(program)
 
 
-def _connect_standard_descriptors(role: Role) -> None:
+def _connect_standard_descriptors(role: ChildRole) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (role.log, 1), (role.log, 2)):
         os.dup2(source, target, inheritable=True)
@@ -548,7 +548,7 @@ def _ignore_interrupt(number: int, frame: object) -> None:
     """Ignore an interrupt, in place of SIG_IGN, which programs that the rank starts would inherit."""
 
 
-def _run(role: Role, program: ForkedProgram) -> int:
+def _run(role: ChildRole, program: ForkedProgram) -> int:
     if role.order.number == CONTROLLER:
         return program.run_controller(role.order.argv, role.channel)
     return program.run_rank(role.order.argv, role.pipes, role.unsent)

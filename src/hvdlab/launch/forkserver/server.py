@@ -32,7 +32,7 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.failover.supervisor import server_of, take_over
 from hvdlab.collectives.protocol.endpoint import ConnectionLost, Endpoint
 from hvdlab.collectives.system import living_children, raise_on_hangup, require_own_peer
-from hvdlab.launch.forkserver.children import READ_SIZE, ChildTable, Role, fork, why_not
+from hvdlab.launch.forkserver.children import READ_SIZE, ChildRole, ChildTable, fork, why_not
 from hvdlab.launch.forkserver.death_pipe import wake_on_hangup
 from hvdlab.launch.forkserver.messages import (
     CONTROLLER,
@@ -109,7 +109,7 @@ class ServerShell:
         signal.set_wakeup_fd(self._wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _do_nothing)
 
-    def run(self, imports: Callable[[], Loaded]) -> Role | None:
+    def run(self, imports: Callable[[], Loaded]) -> ChildRole | None:
         """Import and serve. Returns ``None`` when the process has to exit, and in a forked child its role."""
         # An import may hold the interpreter for seconds: until it is done, the kernel ends this process with the pool's.
         raise_on_hangup(PULSE)
@@ -138,7 +138,7 @@ class ServerShell:
             traceback.print_exc()
             os._exit(1)
 
-    def _serve(self, *first: Event) -> Role | Exit | None:
+    def _serve(self, *first: Event) -> ChildRole | Exit | None:
         """Serve to the end; returns ``None`` if called during the imports and these are done."""
         events, importing = deque[Event](first), self._importing
         while True:
@@ -154,7 +154,7 @@ class ServerShell:
                 return None
             events.extend(self._wait())
 
-    def _handle(self, event: Event) -> Role | Exit | None:
+    def _handle(self, event: Event) -> ChildRole | Exit | None:
         """Handle an event. A request that fails is answered if it can be, and logged; the children go on in any case.
 
         Only this process may go on: an exception in a forked child must end that.
@@ -332,13 +332,13 @@ class ServerShell:
         # Also after a loss: a kept pool's next process learns of the child by `Children`, and otherwise
         # _stop() ends it like the rest.
         if isinstance(message, Forked):
-            # The pool knows of the child now, so the child can live; see :attr:`Role.leave_to_live`.
+            # The pool knows of the child now, so the child can live; see :attr:`ChildRole.leave_to_live`.
             announced = self._unannounced.pop(message.pid)
             with contextlib.suppress(BrokenPipeError):  # it has ended already
                 os.write(announced, b"!")
             os.close(announced)
 
-    def _perform(self, effects: Sequence[Effect]) -> Role | Exit | None:
+    def _perform(self, effects: Sequence[Effect]) -> ChildRole | Exit | None:
         for effect in effects:
             match effect:
                 case SendToPool(message):
@@ -359,13 +359,13 @@ class ServerShell:
                     return effect
         return None
 
-    def _fork(self, order: Fork) -> Role | None:
+    def _fork(self, order: Fork) -> ChildRole | None:
         try:
             outcome = fork(order, self._program, self._death_pipe, self._close_in_child)
         except OSError as error:
             self._answers.append(ForkReturned(order.number, error=why_not(error)))
             return None
-        if isinstance(outcome, Role):
+        if isinstance(outcome, ChildRole):
             return outcome
         if order.number != CONTROLLER:
             self._training.clear()

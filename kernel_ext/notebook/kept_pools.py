@@ -48,7 +48,7 @@ from hvdlab.kernel_ext.wire.cells import ListRetainedCells, RetainedCell, Retain
 from hvdlab.kernel_ext.wire.codec import TO_RANK, encode
 from hvdlab.launch import registry as launchers
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.kept import AttachedJob, KeepRequest, KeptJob, LeaseOwner, none_there
+from hvdlab.launch.kept import AttachedJob, KeepRequest, KeptJob, LeaseOwner, no_such_pool
 from hvdlab.launch.processes import (
     describe_signal,
     exit_status,
@@ -642,7 +642,7 @@ def launcher_of(name: str) -> str:
     for job in elsewhere:
         if job.name == name:
             return job.launcher
-    known = none_there(name, [*here, *(job.name for job in elsewhere)])
+    known = no_such_pool(name, [*here, *(job.name for job in elsewhere)])
     raise InvalidRequestError("; ".join([known, *problems]))
 
 

@@ -22,7 +22,7 @@ from hvdlab.collectives import system
 from hvdlab.collectives.errors import InvalidRequestError, StartError
 from hvdlab.collectives.protocol.codec import MALFORMED
 from hvdlab.collectives.text import visible
-from hvdlab.launch.kept import KeptJob, free_name, in_use, none_there
+from hvdlab.launch.kept import KeptJob, free_name, in_use, no_such_pool
 from hvdlab.launch.processes import open_process, readable, start_time
 
 _LONGEST = 300
@@ -137,7 +137,7 @@ class KeptPoolRegistry:
         for kept in found:
             if kept.name == name:
                 return kept
-        raise InvalidRequestError(none_there(name, [kept.name for kept in found]))
+        raise InvalidRequestError(no_such_pool(name, [kept.name for kept in found]))
 
     def free_name(self, name: str) -> str:
         """Return this name, or a default one; raises ``InvalidRequestError`` if it is taken or no name."""

@@ -341,7 +341,7 @@ def free_name(name: str, taken: Collection[str]) -> str:
     return name
 
 
-def none_there(name: str, names: Sequence[str]) -> str:
+def no_such_pool(name: str, names: Sequence[str]) -> str:
     """Return a text that no pool has this name, with the names of those that exist."""
     known = ", ".join(f"`{each}`" for each in names)
     return f"there is no pool `{name}`; {f'there is {known}' if known else 'none is kept here'}"

@@ -47,7 +47,7 @@ from hvdlab.launch.kept import (
     LeaseTick,
     free_name,
     in_use,
-    none_there,
+    no_such_pool,
 )
 from hvdlab.launch.processes import open_process, readable
 from hvdlab.launch.starter import Ended, Program, RankObserver, Started, Waiting
@@ -451,7 +451,7 @@ class RayKeeper:
         try:
             actor = ray.get_actor(name, NAMESPACE)
         except ValueError as error:
-            raise InvalidRequestError(none_there(name, [job.name for job in self.all()])) from error
+            raise InvalidRequestError(no_such_pool(name, [job.name for job in self.all()])) from error
         job: KeptJob = _answer(_call(actor.describe), _ANSWER_WITHIN)
         if job.version != __version__:
             raise StartError(

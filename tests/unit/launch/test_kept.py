@@ -18,7 +18,7 @@ from hvdlab.launch.kept import (
     LeaseTick,
     free_name,
     in_use,
-    none_there,
+    no_such_pool,
 )
 
 LEASE, UNUSED = 30.0, 100.0
@@ -99,6 +99,6 @@ def test_names() -> None:
         free_name("mine", ("mine",))
     with pytest.raises(InvalidRequestError, match="can't be called '1a'"):
         free_name("1a", ())
-    assert none_there("mine", []) == "there is no pool `mine`; none is kept here"
-    assert none_there("mine", ["a", "b"]) == "there is no pool `mine`; there is `a`, `b`"
+    assert no_such_pool("mine", []) == "there is no pool `mine`; none is kept here"
+    assert no_such_pool("mine", ["a", "b"]) == "there is no pool `mine`; there is `a`, `b`"
     assert in_use("mine", "process 7").startswith("the pool `mine` is in use by process 7; ")

@@ -2,7 +2,7 @@
 
 ::
 
-    python benchmarks/kills.py --kills 1000 --json benchmarks/results/kills.json --page docs/how-to/elastic.md
+    python benchmarks/kills.py --kills 1000 --json benchmarks/results/kills.json --page docs/reference/faults.md
     python benchmarks/kills.py --kills 5 --steps 100 --every 60           # a rehearsal
 
 A language model of one transformer layer trains on three ranks of ``hvdlab run --min-np 1 --preload torch``, and commits its state

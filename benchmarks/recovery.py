@@ -3,7 +3,7 @@
 ::
 
     python -m venv out/torchft && out/torchft/bin/pip install torch==2.13.0 torchft==0.2.0 numpy
-    python benchmarks/recovery.py --torchft out/torchft/bin/python --json benchmarks/results/recovery.json   # ten minutes
+    python benchmarks/recovery.py --torchft out/torchft/bin/python --json benchmarks/results/recovery.json --page docs/reference/costs.md   # ten minutes
 
 A model of 100 MB trains on three ranks; a fourth one appears, trains with them, and then one of the four gets SIGKILL. In each round
 every system is started again and plays this once:

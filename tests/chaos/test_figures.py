@@ -121,7 +121,7 @@ def test_the_page_has_the_figures_of_recovery(benchmarks: ModuleType) -> None:
 
     path = ROOT / "benchmarks/results/recovery.json"
     expected = recovery.markdown(json.loads(path.read_text())) if path.exists() else ""
-    assert benchmarks.between((ROOT / "docs/how-to/elastic.md").read_text(), "recovery") == expected
+    assert benchmarks.between((ROOT / "docs/reference/costs.md").read_text(), "recovery") == expected
 
 
 def test_the_page_has_what_was_seen_of_the_peers(benchmarks: ModuleType) -> None:

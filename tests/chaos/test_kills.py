@@ -66,5 +66,5 @@ def test_the_page_has_the_figures_of_the_kills(kills: ModuleType) -> None:
     import pages
 
     result = json.loads((ROOT / "benchmarks/results/kills.json").read_text())
-    shown = pages.between((ROOT / "docs/how-to/elastic.md").read_text(), "kills")
+    shown = pages.between((ROOT / "docs/reference/faults.md").read_text(), "kills")
     assert shown == kills.markdown(result)

@@ -4,7 +4,7 @@ an allreduce.
 ::
 
     make engines   # once: it makes out/engines
-    out/engines/bin/python benchmarks/engines.py --json benchmarks/results/engines.json --page docs/how-to/planes-and-launchers.md   # half an hour
+    out/engines/bin/python benchmarks/engines.py --json benchmarks/results/engines.json --page docs/reference/costs.md   # half an hour
 
 Each part runs on one real engine on this machine, and the contenders take turns on it:
 

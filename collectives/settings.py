@@ -531,7 +531,7 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
     EnvironmentVariable("HVDLAB_PING_AFTER", SECONDS, _C, "5", "silence after which the coordinator asks a rank for a sign of life", "ping_after"),
     EnvironmentVariable("HVDLAB_DEAD_AFTER", SECONDS, Reader.BOTH, "30", "silence after which a rank of another host counts as dead, and for such a rank the coordinator", "dead_after"),
     EnvironmentVariable("HVDLAB_REATTACH", SECONDS, Reader.BOTH, "10", "how long a coordinator's successor waits for the ranks that had lost that; they wait for it three times as long; 0 not at all", "reattach"),
-    EnvironmentVariable("HVDLAB_CUT_OFF", SECONDS, _R, "300", "how long a rank of a pool, or one that trains elastically, tries to [come back](../how-to/several-hosts.md#when-a-host-is-lost) with its memory while the coordinator's host does not answer at all", "cut_off"),
+    EnvironmentVariable("HVDLAB_CUT_OFF", SECONDS, _R, "300", "how long a rank of a pool, or one that trains elastically, tries to [come back](../how-to/several-hosts.md#get-over-the-loss-of-a-host) with its memory while the coordinator's host does not answer at all", "cut_off"),
     EnvironmentVariable("HVDLAB_NP", POSITIVE, _K, "-", "ranks that the [kernel](../how-to/spmd-kernel.md) *Python 3 (hvdlab)* starts; unset one for each usable core. The notebook's metadata goes first"),
     EnvironmentVariable("HVDLAB_LAUNCHER", TEXT, _K, "local", "what that kernel starts them with"),
     EnvironmentVariable("HVDLAB_HOSTS", TEXT, _K, "-", "hosts that it starts them on, as `a:4,b:4`"),

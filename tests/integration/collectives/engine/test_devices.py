@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
 
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
+from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.entries import Handle
 from hvdlab.collectives.engine.requests import Request, Result
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
@@ -128,7 +130,7 @@ def given_up() -> str:
 
 def begin_and_wait() -> str:
     handle = submitted("of the dead", 1.0, fake_device.DEVICE)
-    context.engine().post("begun", b"")
+    context.engine().post("begun", b"")  # travels behind the announcement
     with pytest.raises(AbortedError) as told:
         handle.wait(PATIENCE)
     return told.value.cause.kind.value
@@ -261,7 +263,12 @@ def test_an_abort_ends_what_is_on_its_way(two: Ranks) -> None:
 def test_a_death_ends_what_is_on_its_way(two: Ranks) -> None:
     two.run(total, fake_device.DEVICE)
     two.run(hold, ranks=[1])
-    waiting = two.start(begin_and_wait)
+    begun: SimpleQueue[int] = SimpleQueue()
+    with Client.connect(two.coordinator.address, two.coordinator.client_token) as client:
+        client.on_mail("begun", lambda sender, body: begun.put(sender))
+        waiting = two.start(begin_and_wait)
+        # A rank that begins after the death is alone, and needs no other one.
+        assert {begun.get(timeout=PATIENCE), begun.get(timeout=PATIENCE)} == {0, 1}
     two.kill(1)
     assert waiting.outcomes()[0] == CauseKind.RANK_DIED.value
 

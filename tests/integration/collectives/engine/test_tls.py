@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -85,8 +86,12 @@ def test_every_collective_works(three: Ranks) -> None:
 def test_survivors_of_a_death_go_on(three: Ranks) -> None:
     assert three.run(total, 1.0) == [3.0] * 3
     client = Client.connect(three.coordinator.address, three.coordinator.client_token)
+    told: SimpleQueue[int] = SimpleQueue()
+    client.on_mail("waiting", lambda sender, body: told.put(sender))
     try:
         waiting = three.start(wait_for_the_dead, ranks=[0, 2])
+        # A collective that both submit after the death needs no other rank.
+        assert {told.get(timeout=PATIENCE), told.get(timeout=PATIENCE)} == {0, 2}
         three.kill(1)
         errors = waiting.outcomes(PATIENCE)
         deaths = client.wait_for(lambda membership: bool(membership.deaths), PATIENCE).deaths

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -122,11 +123,11 @@ def get_stuck(waiting: bool) -> Any:
 def fail_while_the_plane_works() -> bool:
     """Return whether rank 0's handle had ended before the operation that the abort ends."""
     engine = context.engine()
-    ended: list[bool] = []
+    ended: SimpleQueue[bool] = SimpleQueue()
     operation = hvd.allgather_async(np.ones(5000), "slow")
 
     def record(message: object) -> None:
-        ended.append(hvd.poll(operation))
+        ended.put(hvd.poll(operation))
         ABORT_HANDLED.set()
 
     engine.on_abort(record)
@@ -136,7 +137,7 @@ def fail_while_the_plane_works() -> bool:
         engine.withdraw("rank 0 gave up")
     with pytest.raises(AbortedError):
         hvd.synchronize(operation)
-    return ended[0]
+    return ended.get(timeout=PATIENCE)  # on rank 1 the operation can end before the callback
 
 
 def generation() -> int:

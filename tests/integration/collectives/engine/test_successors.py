@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,6 +20,7 @@ from hvdlab.collectives.process_sets import add_process_set
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import OpKind
 from support.engine_probe import EngineProbe
+from support.interrupting import press_ctrl_c, when_this_thread_waits
 from support.patience import HOUR, PATIENCE
 from support.ranks.resident import Ranks, Running, resident_ranks
 
@@ -36,6 +37,15 @@ def two(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 def kill(ranks: Ranks) -> None:
     os.kill(ranks.coordinator.pid, signal.SIGKILL)
+
+
+def replace(ranks: Ranks, living: Sequence[int] | None = None) -> None:
+    """Start a successor once all ranks, or those that live, know of the death.
+
+    One that learns of it later loses what it submits until then, and the others wait for it in the successor's generation.
+    """
+    ranks.run(wait_until_lost, ranks=living, timeout=PATIENCE)
+    ranks.coordinator.respawn(PATIENCE)
 
 
 def start_and_kill(group: Ranks, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Running:
@@ -143,12 +153,15 @@ def finish() -> None:
 
 def be_interrupted() -> str:
     operation = hvd.allreduce_async(np.ones(4), "held", op=hvd.Sum)
-    signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
+    pressing = when_this_thread_waits(press_ctrl_c)
     try:
         hvd.synchronize(operation)
     except KeyboardInterrupt:
         return "interrupted"
+    finally:
+        pressing.join()
+        signal.signal(signal.SIGINT, ordinary)
     return ""
 
 
@@ -170,7 +183,7 @@ def test_between_collectives(three: Ranks) -> None:
     assert three.run(total) == [3.0] * 3
     before = three.run(generations)
     kill(three)
-    three.coordinator.respawn(PATIENCE)
+    replace(three)
     assert three.run(total) == [3.0] * 3
     assert three.run(recall, "model") == [[1, 2, 3]] * 3
     after = three.run(generations)
@@ -182,7 +195,7 @@ def test_while_ranks_wait_for_another(three: Ranks) -> None:
     for error in waiting.outcomes():
         assert_lost(error)
         assert "allreduce `loss` (test_successors.py:" in str(error)
-    three.coordinator.respawn(PATIENCE)
+    replace(three)
     assert three.run(total) == [3.0] * 3
 
 
@@ -212,13 +225,15 @@ def test_in_the_middle_of_a_transfer_between_sockets(two: Ranks) -> None:
 def test_several_times_in_a_row(three: Ranks) -> None:
     three.run(keep, "x", 1)
     before = three.coordinator.incarnation
-    for _ in range(3):
+    for _ in range(2):
         kill(three)
         three.coordinator.respawn(PATIENCE)
+    kill(three)
+    replace(three)
     assert three.run(total) == [3.0] * 3
     assert three.coordinator.incarnation == before + 3
     kill(three)
-    three.coordinator.respawn(PATIENCE)
+    replace(three)
     assert three.run(total) == [3.0] * 3
     assert three.run(recall, "x") == [1] * 3
 
@@ -249,7 +264,7 @@ def test_a_stopped_coordinator_is_replaced(three: Ranks) -> None:
 def test_process_sets_keep_their_numbers(three: Ranks) -> None:
     ids = three.run(add, [0, 2])
     kill(three)
-    three.coordinator.respawn(PATIENCE)
+    replace(three)
     assert three.run(total_in_set, 2.0, ranks=[0, 2]) == [4.0] * 2
     assert three.run(total) == [3.0] * 3
     later = three.run(add, [0, 1])
@@ -261,7 +276,7 @@ def test_adding_a_set_is_done_on_all_ranks_or_on_none(three: Ranks) -> None:
     adding = start_and_kill(three, begin_to_add, (0, 1), ranks=[0, 1])
     for error in adding.outcomes():
         assert_lost(error)
-    three.coordinator.respawn(PATIENCE)
+    replace(three)
     assert len(set(three.run(add, [0, 1]))) == 1
     assert three.run(total_in_set, 1.0, ranks=[0, 1]) == [2.0] * 2
 
@@ -269,7 +284,7 @@ def test_adding_a_set_is_done_on_all_ranks_or_on_none(three: Ranks) -> None:
 def test_a_rank_that_dies_with_it(three: Ranks) -> None:
     kill(three)
     three.kill(1)
-    three.coordinator.respawn(PATIENCE)
+    replace(three, [0, 2])
     with Client.connect(three.coordinator.address, three.coordinator.client_token) as client:
         client.rank_lost(1, three.processes[1].pid, "killed by SIGKILL")
         assert three.run(total, ranks=[0, 2]) == [2.0] * 2

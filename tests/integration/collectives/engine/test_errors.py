@@ -165,11 +165,23 @@ def fused(count: int) -> int:
     engine = context.engine()
     size, rank = engine.size, engine.rank
     xs = [np.full(100 + i, rank + 1, np.float32) for i in range(count)]
-    averages = hvd.grouped_allreduce(xs, "group", op=hvd.Average, prescale_factor=2.0)
-    batches = engine.recorder.drain()  # before the engine sends them off
+    spans: list[Span] = []
+
+    def recorded() -> bool:
+        spans.extend(
+            e for batch in engine.recorder.drain() for e in decode(batch).events if isinstance(e, Span)
+        )
+        return len(spans) == count
+
+    log = EngineProbe(engine).spans
+    eventually(log.claim_flush)  # from then on the engine sends none of them off
+    try:
+        averages = hvd.grouped_allreduce(xs, "group", op=hvd.Average, prescale_factor=2.0)
+        eventually(recorded)  # which follows their end
+    finally:
+        log.release_flush()
     for x in averages:
         np.testing.assert_allclose(x, 2 * (size + 1) / 2)
-    spans = [e for batch in batches for e in decode(batch).events if isinstance(e, Span)]
     return len({(s.process_set, s.sequence, s.batch) for s in spans})
 
 

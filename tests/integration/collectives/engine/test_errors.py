@@ -411,12 +411,15 @@ def test_interrupts_at_any_moment_keep_the_group(three: Ranks) -> None:
 
 
 def break_control_thread() -> None:
-    """Make the control thread's next step fail, as by a fault of ours."""
+    """Make the control thread's next step fail, as by a fault of ours, and wait for its end."""
 
     def fail() -> None:
         raise ZeroDivisionError("a fault of the test's")
 
-    EngineProbe(context.engine()).control.call(fail)
+    control = EngineProbe(context.engine()).control
+    control.call(fail)
+    # A collective that is submitted before needs no control thread: the waiting thread does all of it.
+    control.thread.join(PATIENCE)
 
 
 WAITING: list[Any] = []

@@ -31,7 +31,7 @@ from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.tracing.record_format import HEADER
 from support.logged_lines import LoggedLines
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 
 TOKEN, CLIENT_TOKEN = "secret", "another"
 HIGHEST_DESCRIPTOR = 2**31 - 1
@@ -357,8 +357,9 @@ def test_who_sends_bytes_too_slowly_does_not_get_in(start: Start) -> None:
 
 def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
     running = start(tls=True, ping_after=0.05, dead_after=0.2)
-    silent = join(running, 0, tls=True)
+    # The silent one last: the group is made as it comes, before it can count as lost.
     other = join(running, 1)
+    silent = join(running, 0, tls=True)
     other.wait_for(m.Configure)
     # The ping of the server is not read, as on a machine that has lost its network.
     while not any(isinstance(message, m.Abort) for message in other.seen):
@@ -378,12 +379,17 @@ def test_a_silent_peer_that_can_not_be_alive_is_lost(start: Start) -> None:
 
 
 def test_a_peer_whose_user_looks_around_there_may_be_silent(start: Start) -> None:
-    running = start(tls=True, ping_after=0.02, dead_after=0.05)
+    running = start(tls=True, ping_after=0.02, dead_after=HOUR)
     silent = join(running, 0, tls=True)
     silent.endpoint.send(m.Paused("stopped by the debugger"))
+    silent.endpoint.send(m.Ping(1))
+    silent.wait_for(m.Pong)
+    watch, patient = running.server._liveness, running.server.options
+    watch._options = replace(patient, dead_after=0.05)  # only while it is known to be paused
     for _ in range(10):  # as many as there are in four times the silence that is allowed
         silent.wait_for(m.Ping)
         silent.seen.clear()
+    watch._options = patient
     silent.endpoint.send(m.Resumed())
     silent.endpoint.send(m.Ping(3))
     assert silent.wait_for(m.Pong).number == 3

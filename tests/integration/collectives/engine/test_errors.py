@@ -25,6 +25,7 @@ from hvdlab.collectives.errors import (
     MismatchError,
     ProtocolError,
 )
+from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.protocol import codec
 from support.engine_probe import EngineProbe
 from support.patience import GONE, PATIENCE, eventually, without_heartbeat
@@ -291,22 +292,21 @@ def test_a_kill_in_the_middle_of_a_large_operation_ends_it(two: Ranks) -> None:
 
 
 def keep_reducing(count: int) -> None:
+    """Reduce until rank 1 stops in an operation. Rank 0 reports that it is in that one."""
     engine = context.engine()
+    usual = ShmPlane.allreduce
 
-    def watch() -> None:
-        if engine.rank == 1:
-            while not any(one.executing for one in engine.pending()):
-                time.sleep(0.001)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        # Without the other one no operation comes to its end, so this rank is in the middle of one when that one is killed.
-        while not any(one.seconds > 0.3 for one in engine.pending()):
-            time.sleep(0.001)
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        threading.Event().wait()  # where another thread of this process is stopped first
+
+    def report(plane: ShmPlane, *arguments: Any) -> None:
         engine.post("waiting", b"")
+        usual(plane, *arguments)
 
     x = np.ones(count, np.float32)
     hvd.allreduce_(x, "big", op=hvd.Max)
-    threading.Thread(target=watch, daemon=True).start()
-    while True:
+    with mock.patch.object(ShmPlane, "allreduce", stop if engine.rank == 1 else report):
         hvd.allreduce_(x, "big", op=hvd.Max)
 
 

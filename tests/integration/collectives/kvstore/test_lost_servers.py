@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from hvdlab.collectives.kvstore.servers import connection as links
 from hvdlab.collectives.text import LOG
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kvstore import KVStoreError
+from support.patience import eventually
 from support.ranks.resident import Ranks
 
 KEYS = {0: (3,), 1: (2, 2), 2: (5,), 4: (40,)}
@@ -103,6 +105,9 @@ def pull_while_it_is_stopped(pid: int) -> list[str]:
 
     LOG.addHandler(GoesOn())
     os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    # The thread that gets the signal stops the others, and one of them could answer before.
+    eventually(lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir()))
     pull_all()
     return _said.texts
 

@@ -16,6 +16,8 @@ from hvdlab.collectives import context
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.engine.requests import Request
 from hvdlab.collectives.errors import AbortedError, CauseKind
+from hvdlab.collectives.planes.gloo import GlooPlane
+from hvdlab.collectives.planes.shm import ShmPlane
 from hvdlab.collectives.process_sets import add_process_set
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.collectives.types import OpKind
@@ -88,7 +90,10 @@ def reduce_large_ones_until_it_fails() -> AbortedError | None:
     engine = context.engine()
     incarnation = engine.incarnation
     hvd.allreduce(x, "large", op=hvd.Sum)
-    engine.post("waiting", b"")
+    if engine.rank == 0:
+        wait_within_the_next_one()
+    else:
+        engine.post("waiting", b"")
     while engine.incarnation == incarnation:
         try:
             hvd.allreduce(x, "large", op=hvd.Sum)
@@ -97,6 +102,21 @@ def reduce_large_ones_until_it_fails() -> AbortedError | None:
             hvd.allreduce(x, "large", op=hvd.Sum)
             return error
     return None
+
+
+def wait_within_the_next_one() -> None:
+    """Report that this rank is in its next reduction, and stay in it until the coordinator is lost."""
+    engine = context.engine()
+    kind: Any = {"shm": ShmPlane, "gloo": GlooPlane}[engine.plane()]
+    usual = kind.allreduce
+
+    def reduce(plane: Any, *arguments: Any) -> None:
+        kind.allreduce = usual
+        engine.post("waiting", b"")
+        wait_until_lost()
+        usual(plane, *arguments)
+
+    kind.allreduce = reduce
 
 
 def keep(name: str, value: object) -> None:

@@ -53,6 +53,8 @@ EXIT_WITHIN = 5.0
 """Seconds that an export gets to write the rest, at the end of the process or when another export replaces it."""
 FINAL_AFTER = 3.0
 """Seconds after which a point derived from the spans of one second counts as final; until then late spans may change it."""
+CLOCK_READS = 3
+"""Reads of the two clocks, of which the quickest counts: the thread may be kept from running between one and the other."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,13 @@ class Point:
 
 def time_of_day() -> float:
     """Return the difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
-    return time.time() - time.monotonic()
+    return min(_read_clocks() for _ in range(CLOCK_READS))[1]
+
+
+def _read_clocks() -> tuple[float, float]:
+    """Return how long it took to read both clocks, up to which the difference can be wrong, and the difference."""
+    begin, day, end = time.monotonic(), time.time(), time.monotonic()
+    return end - begin, day - begin
 
 
 class PointReader:

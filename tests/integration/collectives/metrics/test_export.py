@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -176,6 +177,14 @@ def test_points_have_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
         Point(5, "loss", 0.5, 3, 1_000_002.0),
         Point(5, "x", 1.0, None, 1_000_003.0),
     ]
+
+
+def test_time_of_day_counts_no_time_between_the_reads_of_two_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Held up before the time of day, not at all, and after it.
+    moments = iter([1.0, 3.0, 3.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0])
+    clocks = SimpleNamespace(monotonic=lambda: next(moments), time=lambda: 100.0 + next(moments))
+    monkeypatch.setattr(metric_export, "time", clocks)
+    assert metric_export.time_of_day() == 100.0
 
 
 def test_other_hosts_clocks_are_brought_onto_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:

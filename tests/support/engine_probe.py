@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from hvdlab.collectives.engine.engine import Engine
+from support.patience import PATIENCE
 
 
 class EngineProbe:
@@ -12,6 +14,13 @@ class EngineProbe:
 
     def __init__(self, engine: Engine) -> None:
         self._engine: Any = engine
+
+    def wait_for_records(self) -> None:
+        """Wait until the operations that have ended are recorded: a thread that executes one ends its handle first."""
+        recorded = threading.Event()
+        self.executor.enqueue(recorded.set)
+        self.executor.wake()
+        assert recorded.wait(PATIENCE), "the executor does not come to its next job"
 
     @property
     def locked(self) -> Any:

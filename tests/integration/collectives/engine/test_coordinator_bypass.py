@@ -157,6 +157,7 @@ def spans() -> list[tuple[str, int, bool]]:
         engine.recorder.drain()
         for _ in range(20):
             total(1.0, "seen")
+        EngineProbe(engine).wait_for_records()
         batches = engine.recorder.drain()
     finally:
         EngineProbe(engine).spans.release_flush()
@@ -166,7 +167,7 @@ def spans() -> list[tuple[str, int, bool]]:
             if isinstance(event, Span) and event.name == "seen":
                 assert event.submitted_ns <= (event.ready_ns or 0) <= (event.finished_ns or 0)
                 found.append((event.name, event.sequence, event.ok))
-    return found
+    return sorted(found)  # a thread that executes one may record it after later ones
 
 
 def flushes() -> tuple[int, list[bool]]:

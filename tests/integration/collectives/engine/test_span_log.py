@@ -67,6 +67,11 @@ def total(count: int = LARGE, name: str | None = None) -> float:
     return float(hvd.allreduce(np.ones(count), name, op=hvd.Sum)[0])
 
 
+def recorded_total(count: int, name: str) -> None:
+    total(count, name)
+    EngineProbe(context.engine()).wait_for_records()
+
+
 def disagree() -> None:
     with pytest.raises(MismatchError):
         hvd.allreduce(np.ones(3 + context.engine().rank), "wrong")
@@ -190,7 +195,7 @@ def test_the_timeline_begins_at_the_call_and_shows_failures(two: Ranks, tmp_path
     two.run(sent_since, per_rank=[(number,) for number in before])
     two.catch_up()
     two.run(begin, str(path), ranks=[0])
-    two.run(total, 5000, "late")
+    two.run(recorded_total, 5000, "late")
     two.run(disagree)
     two.run(end, ranks=[0])
     events = load(path.read_text())
@@ -211,7 +216,7 @@ def test_a_timeline_has_the_last_events_of_a_rank_however_late_it_would_send_the
     path = tmp_path / "trace.json"
     two.run(send_late, ranks=[1])
     two.run(begin, str(path), ranks=[0])
-    two.run(total, LARGE, "last")
+    two.run(recorded_total, LARGE, "last")
     two.run(end, ranks=[0])
     events = load(path.read_text())
     assert check(events) == []
@@ -255,7 +260,7 @@ def test_a_timeline_of_two_hosts_is_on_one_axis(hosts: Ranks, tmp_path: Path) ->
     hosts.catch_up()
     hosts.run(begin, str(path), ranks=[0])
     for i in range(5):
-        hosts.run(total, LARGE, f"t{i}")
+        hosts.run(recorded_total, LARGE, f"t{i}")
     hosts.run(end, ranks=[0])
     events = load(path.read_text())
     assert check(events) == []

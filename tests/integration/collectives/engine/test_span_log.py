@@ -246,8 +246,8 @@ def sent_since(before: int) -> None:
 
 def test_clocks_of_other_hosts_are_compared_with_the_coordinators(hosts: Ranks) -> None:
     (first, first_error), (second, second_error) = hosts.run(offset)
-    assert abs(first) <= first_error < 1e9
-    assert abs(second + AHEAD_NS) <= second_error < 1e9
+    assert abs(first) <= first_error < AHEAD_NS / 2
+    assert abs(second + AHEAD_NS) <= second_error < AHEAD_NS / 2
 
 
 def test_a_timeline_of_two_hosts_is_on_one_axis(hosts: Ranks, tmp_path: Path) -> None:

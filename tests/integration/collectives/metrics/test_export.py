@@ -34,6 +34,7 @@ from hvdlab.collectives.tracing.record_format import (
     clock_domain,
     encode,
 )
+from support.network.skewed_clock import AHEAD_NS
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks
 
@@ -351,9 +352,10 @@ def test_times_of_another_host_are_brought_onto_this_ones_clock(tmp_path: Path) 
         ranks.run(begin_export, str(path), True, ranks=[0])
         times = ranks.run(record_now)
         assert ranks.run(end_export, ranks=[0]) == [2]
+    error = AHEAD_NS / 2e9  # a slow machine takes long for the question and its answer
     for one in lines(path):
         begin, end = times[int(str(one["rank"]))]
-        assert begin - 0.5 < float(str(one["time"])) < end + 0.5
+        assert begin - error < float(str(one["time"])) < end + error
 
 
 def test_an_export_and_a_timeline_do_not_take_each_others_events(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +13,10 @@ import numpy as np
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.runner.check_trace import check, load
+from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 
-LATE = 0.08  # seconds for which one rank sleeps before each step
+LATE = 0.08  # seconds that one rank lets pass in each step after the other has come
 STEPS = 6
 
 
@@ -24,16 +26,22 @@ ranks = resident_ranks(2)
 def train(path: str) -> list[tuple[str, int, int, int]]:
     """Allreduces for which the ranks are late in turn; when each was submitted (between two looks) and done."""
     engine = context.engine()
+    other_came = threading.Semaphore(0)
+    engine.on_mail("came", lambda sender, body: other_came.release())
     if engine.rank == 0:
         engine.start_timeline(path, True)
     hvd.barrier(name="begin")
     seen = []
     for step in range(STEPS):
-        if step % 2 == engine.rank:
+        is_late = step % 2 == engine.rank
+        if is_late:
+            assert other_came.acquire(timeout=PATIENCE), "the other rank does not come"
             time.sleep(LATE)
         before = time.monotonic_ns()
         handle = hvd.allreduce_async(np.ones(100_000, np.float32), name=f"grad{step}")
         after = time.monotonic_ns()
+        if not is_late:
+            engine.post("came", b"", [1 - engine.rank])
         hvd.synchronize(handle)
         seen.append((f"grad{step}", before, after, time.monotonic_ns()))
         engine.recorder.metric("loss", 1 / (step + 1), step)

@@ -13,6 +13,7 @@ import numpy as np
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.runner.check_trace import check, load
+from support.engine_probe import EngineProbe
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 
@@ -45,6 +46,7 @@ def train(path: str) -> list[tuple[str, int, int, int]]:
         hvd.synchronize(handle)
         seen.append((f"grad{step}", before, after, time.monotonic_ns()))
         engine.recorder.metric("loss", 1 / (step + 1), step)
+    EngineProbe(engine).wait_for_records()
     hvd.barrier(name="end")
     if engine.rank == 0:
         engine.stop_timeline()

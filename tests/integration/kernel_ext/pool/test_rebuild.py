@@ -201,7 +201,8 @@ def test_the_coordinator_dies_in_a_collective(start_pool: StartPool) -> None:
     watched = Watched(start_pool(3))
     out = Recorder()
     run = watched.pool.start_run(
-        "if me:\n    print('waiting', flush=True)\n    hvd.allreduce(np.ones(4), name='loss')\nelse:\n    time.sleep(60)",
+        "if me:\n    loss = hvd.allreduce_async(np.ones(4), name='loss')\n    print('waiting', flush=True)\n"
+        "    hvd.synchronize(loss)\nelse:\n    time.sleep(60)",
         out=out,
     )
     out.wait_for("waiting", ranks=(1, 2))

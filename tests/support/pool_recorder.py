@@ -15,12 +15,14 @@ class Recorder(OutputSink):
     Attributes:
         text: Rank to its output.
         notes: Lines about the run.
+        waits: Texts about what the run waits for, each in place of the one before.
         started: Set with each output.
     """
 
     def __init__(self) -> None:
         self.text: dict[int, str] = {}
         self.notes: list[str] = []
+        self.waits: list[str] = []
         self.started = threading.Event()
         self._changed = threading.Condition()
 
@@ -50,6 +52,18 @@ class Recorder(OutputSink):
         with self._changed:
             self.notes.append(text)
             self._changed.notify_all()
+
+    def status(self, text: str, *, final: bool) -> None:
+        with self._changed:
+            self.waits.append(text)
+            self._changed.notify_all()
+        super().status(text, final=final)
+
+    def wait_for_wait(self, text: str, timeout: float = 30) -> None:
+        """Wait for a text about what the run waits for that has this in it: the first one may name fewer ranks."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: any(text in wait for wait in self.waits), timeout)
+            assert found, self.waits
 
     def wait_for_note(self, text: str, timeout: float = 30) -> None:
         """Wait for a note that has this in it."""

@@ -152,7 +152,7 @@ def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     started = Recorder()
     # All but rank 0 wait in C++, without the interpreter's lock.
     run = pool.start_run("print('in', flush=True)\nwhile rank == 0: pass\nstep()", out=started)
-    started.wait_for_note("ranks 1,2 have waited", PATIENCE)
+    started.wait_for_wait("ranks 1,2 have waited", PATIENCE)
     run.interrupt()
     errors = run.wait(PATIENCE).errors
     assert set(errors) == {0, 1, 2}

@@ -233,16 +233,24 @@ def test_what_does_not_fit_into_memory_is_refused(
     assert pool.run("1 + 1")[0] == 2
 
 
+DIES_AT_SECOND_PIECE = """
+import os, signal
+from hvdlab.kernel_ext.rank.values import OutgoingTransfers
+read, pieces = OutgoingTransfers.read, 0
+def read_one(self, question):
+    global pieces
+    pieces += 1
+    if pieces == 2 and os.environ['RANK'] == '1':
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, question)
+OutgoingTransfers.read = read_one
+x = b'x' * (200 << 20)
+"""
+
+
 def test_a_rank_that_dies_while_its_value_is_sent_is_told(start_pool: StartPool) -> None:
     pool = start_pool(2)
-    pool.run(
-        "import os, threading, signal\n"
-        "class Slow:\n"
-        "    def __reduce__(self):\n"
-        "        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "        return bytes, (b'x' * (400 << 20),)\n"
-        "x = Slow()"
-    )
+    assert pool.run(DIES_AT_SECOND_PIECE).ok
     with pytest.raises(LookupError, match="rank 1: x: it is lost"):
         pool.pull("x", [1])
     assert pool.run("1 + 1")[0] == 2

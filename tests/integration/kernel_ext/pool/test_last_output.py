@@ -12,7 +12,7 @@ from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.cells.sink import NullSink
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.wire.cells import Chunk, Stream
-from support.patience import PATIENCE
+from support.patience import HOUR, PATIENCE
 from support.pool_probe import PoolProbe
 
 StartPool = Callable[..., Pool]
@@ -137,10 +137,12 @@ def test_a_rank_that_dies_between_cells_leaves_its_standard_error(
     over = tmp_path / "over"
     os.mkfifo(over)
     pool.run(
-        "import ctypes, os, signal, threading\n"
+        "import ctypes, os, signal, sys, threading\n"
         "def end():\n"
+        # No thread takes the lock from this one, as slow as it may be between its write and its end.
+        f"    sys.setswitchinterval({HOUR})\n"
         f"    open({str(over)!r}).read()  # until the cell has ended\n"
-        "    ctypes.PyDLL(None).write(2, b'bad handle\\n', 11)  # no other thread runs between this and the next\n"
+        "    ctypes.PyDLL(None).write(2, b'bad handle\\n', 11)  # keeps the lock\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
         "if os.environ['RANK'] == '1': threading.Thread(target=end, daemon=True).start()"
     )

@@ -78,16 +78,20 @@ def cell_number(kernel: LiveKernel, cell: Cell) -> int:
 def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> None:
     pid = int(kernel.run("%%hvd_rank 1\nprint(os.getpid())").text())
     cell = kernel.send(
-        "%%hvd_run\nprint('begin')\nhvd.allreduce(np.ones(1), name='loss') if rank != 1 else time.sleep(60)"
+        "%%hvd_run\nprint('begin')\ntry: hvd.allreduce(np.ones(1), name='loss') if rank != 1 else time.sleep(60)\n"
+        "finally: print('left')"
     )
     kernel.until(lambda: "[0-2] begin" in cell.lines())
     os.kill(pid, signal.SIGSTOP)
     kernel.interrupt()
     kernel.until(lambda: "interrupt again" in cell.text("stderr"))
-    assert cell.lines("stderr") == [
-        "rank 1 has not answered the interrupt; interrupt again to stop waiting",
-        f"  rank 1: stopped (SIGSTOP); `kill -CONT {pid}` lets it go on",
-    ]
+    said, *places = cell.lines("stderr")
+    # On a slow machine other ranks may be late, too.
+    assert re.fullmatch(
+        "(rank 1 has|ranks .* have) not answered the interrupt; interrupt again to stop waiting", said
+    )
+    assert f"  rank 1: stopped (SIGSTOP); `kill -CONT {pid}` lets it go on" in places
+    kernel.until(lambda: {"[0,2] left"} <= {*cell.lines()} or {"[0] left", "[2] left"} <= {*cell.lines()})
     kernel.interrupt()
     kernel.finish(cell)
     assert cell.error is not None
@@ -98,7 +102,7 @@ def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> No
         in report
     )
     pulling = kernel.send("%hvd_pull x")
-    kernel.until(lambda: "waits for rank 1:\n  rank 1: stopped" in pulling.text("stderr"))
+    kernel.until(lambda: re.search("waits for rank.*:\n(.*\n)*  rank 1: stopped", pulling.text("stderr")))
     kernel.interrupt()
     kernel.finish(pulling)
     assert pulling.error is not None
@@ -121,7 +125,8 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     )
     kernel.until(lambda: "[0,1] held" in cell.lines())
     kernel.interrupt()
-    kernel.until(lambda: "rank 2 has not answered the interrupt" in cell.text("stderr"))
+    # On a slow machine the other ranks may be late, too.
+    kernel.until(lambda: "not answered the interrupt" in cell.text("stderr"))
     (kernel.directory / "release").touch()
     kernel.finish(cell)
     number = cell.reply["execution_count"]

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -232,6 +233,21 @@ def test_a_prewarmed_pool_that_is_not_used_leaves_nothing() -> None:
     Prestart.begin().close()
 
 
+def wait_subscribed(client: Any) -> None:
+    """Wait until a client of ipyparallel gets what engines print.
+
+    It subscribes at its start, and what is printed before that has arrived is lost: a call with ``block=True`` would wait for it
+    for ever.
+    """
+
+    def hears() -> bool:
+        printed = client[:].execute("print('?')")
+        printed.get(timeout=PATIENCE)
+        return bool(printed.wait_for_output(1))
+
+    eventually(hears)
+
+
 def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
     pool = start_pool(2)
     pool.run("mine = int(__import__('os').environ['RANK'])")
@@ -245,6 +261,7 @@ def test_it_is_a_cluster_of_ipyparallel(start_pool: StartPool) -> None:
         assert client[:].pull("mine", block=True) == [0, 1]
         client[:].push({"theirs": 5}, block=True)
         assert values(pool, "theirs + mine") == [5, 6]
+        wait_subscribed(client)
         printed = client[:].execute("print('through ipyparallel', mine)", block=True)
         assert printed.stdout == ["through ipyparallel 0\n", "through ipyparallel 1\n"]
         pool.resize(1)
@@ -273,6 +290,7 @@ def test_what_ipyparallel_publishes_is_for_who_has_the_key(start_pool: StartPool
     client = pool.cluster.connect_client_sync()
     try:
         client.wait_for_engines(1, timeout=PATIENCE)
+        wait_subscribed(client)
         files = pool.cluster.profile_dir, pool.cluster.cluster_id
         (told,) = Path(files[0], "security").glob(f"ipcontroller-{files[1]}-client.json")
         port = json.loads(told.read_text())["iopub"]

@@ -50,9 +50,10 @@ def test_ranks_are_forked_by_a_server_of_their_host_that_may_die(
     assert loaded
     assert other_loaded
     assert server == other_server
-    assert psutil.Process(server).name() == "hvd-forkserver"
-    os.kill(server, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(server)] if psutil.pid_exists(server) else [], timeout=GONE)
+    forks = psutil.Process(server)
+    assert forks.name() == "hvd-forkserver"
+    forks.kill()
+    psutil.wait_procs([forks], timeout=GONE)
     assert list(pool.run("kept + 1")) == [42, 42]
     run = pool.start_run("import time; print('said', end=''); time.sleep(60)", ranks=[1])
     os.kill(second, signal.SIGKILL)

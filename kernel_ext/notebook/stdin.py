@@ -9,6 +9,7 @@ its cell ends, that thread breaks the wait by a signal.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import contextvars
 import getpass
 import re
@@ -321,6 +322,9 @@ class ProcessPrompter:
 
 SIGNAL = signal.SIGURG
 """Breaks a wait for the user. Ignored by default: one that comes too late does no harm."""
+SENT_AGAIN_AFTER = 0.2
+"""Seconds until that signal is sent again if its handler was not called: Python looks for signals before it begins to wait, and
+misses one that comes in between until the wait is over."""
 
 Meanwhile = Callable[[], AbstractContextManager[object]]
 
@@ -345,6 +349,9 @@ class PromptDesk:
         self._asking: Question | None = None
         self._withdrawn = False
         self._open = False  # whether signals raise
+        # Whether one has raised; the thread that sends it again until then, and how that ends otherwise.
+        self._broken = False
+        self._repeating: tuple[threading.Thread, threading.Event] | None = None
         self._refusal = "" if prompter is not None else IN_BACKGROUND
         self.shows_beside = prompter is not None and prompter.shows_beside
 
@@ -403,11 +410,23 @@ class PromptDesk:
             if self._asking is None or self._withdrawn:
                 return
             self._withdrawn = True
-            main = threading.main_thread().ident
-            assert main is not None
-            # To that thread: a signal to the process can arrive on another one, and would not break
-            # the main thread's read.
-            signal.pthread_kill(main, SIGNAL)
+            _signal_main_thread()
+            left = threading.Event()
+            thread = threading.Thread(
+                target=self._repeat_signal, args=(self._asking, left), name="hvdlab-withdraw", daemon=True
+            )
+            # Where no thread can be started, a signal that Python misses breaks no wait: the user's next line does.
+            with contextlib.suppress(RuntimeError):
+                thread.start()
+                self._repeating = thread, left
+
+    def _repeat_signal(self, question: Question, left: threading.Event) -> None:
+        """Send the signal again and again until one has raised, or the user is asked this no longer."""
+        while not left.wait(SENT_AGAIN_AFTER):
+            with self._lock:
+                if self._broken or self._asking is not question:
+                    return
+                _signal_main_thread()
 
     # -- asking ---------------------------------------------------------------------------------------------------
 
@@ -435,7 +454,7 @@ class PromptDesk:
         try:
             # In the block: Ctrl-C may come right behind it, and the user would count as being asked from then on.
             with self._lock:
-                self._asking, self._withdrawn = question, False
+                self._asking, self._withdrawn, self._broken = question, False, False
             with meanwhile(), self._breakable():
                 line = self._prompter.ask(label, hidden=hidden)
         except _Withdrawn:
@@ -448,6 +467,11 @@ class PromptDesk:
             with self._lock:
                 # Under the lock, in which `cancel_current` sends its signal: none is sent for this question after this.
                 self._asking = None
+                repeating, self._repeating = self._repeating, None
+            # Without the lock, which the thread may wait for.
+            if repeating is not None:
+                repeating[1].set()
+                repeating[0].join()
         now = time.monotonic()
         if self._refusal:
             self._refuse(self._refusal, now)
@@ -482,6 +506,7 @@ class PromptDesk:
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self._open:
+                self._broken = True
                 raise KeyboardInterrupt
             if number == signal.SIGINT and callable(before):
                 before(number, frame)
@@ -502,6 +527,13 @@ class PromptDesk:
             if self._withdrawn:  # a kernel turns anything that breaks its wait into a KeyboardInterrupt
                 raise _Withdrawn from None
             raise
+
+
+def _signal_main_thread() -> None:
+    # To that thread: a signal to the process can arrive on another one, and would not break the main thread's read.
+    main = threading.main_thread().ident
+    assert main is not None
+    signal.pthread_kill(main, SIGNAL)
 
 
 @contextmanager

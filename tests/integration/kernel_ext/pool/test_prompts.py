@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 from IPython.core.error import StdinNotImplementedError
 
+from hvdlab.kernel_ext.notebook import stdin
 from hvdlab.kernel_ext.notebook.cells import cell_state, dispatch, driver
 from hvdlab.kernel_ext.notebook.pool import Pool
 from support.patience import HOUR, PATIENCE
@@ -105,6 +106,21 @@ def test_stopping_the_pool_closes_the_prompt(start_pool: StartPool) -> None:
     results = pool.run("input('name? ')", prompter=User(stop))
     # Stopping interrupts the rank, then ends it: its report of the interrupt may come before its death is seen.
     assert list(results.deaths) == [0] or results.errors[0].ename == "KeyboardInterrupt"
+
+
+def test_prompt_of_a_dead_rank_closes_although_python_misses_the_signal(start_pool: StartPool) -> None:
+    """As one that comes between Python's last look for signals and the beginning of its wait."""
+    pool = start_pool(1)
+    (pid,) = pool.run("import os\nos.getpid()")
+
+    def miss() -> str:
+        signal.pthread_sigmask(signal.SIG_BLOCK, [stdin.SIGNAL])
+        os.kill(pid, signal.SIGKILL)
+        signal.sigwait([stdin.SIGNAL])  # its handler is not called
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [stdin.SIGNAL])
+        return never()
+
+    assert list(pool.run("input('name? ')", prompter=User(miss)).deaths) == [0]
 
 
 def test_the_end_of_the_input_and_nobody_to_ask_are_told_to_the_rank(start_pool: StartPool) -> None:

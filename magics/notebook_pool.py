@@ -245,12 +245,15 @@ class NotebookPool:
         """
         from hvdlab.kernel_ext.notebook.elastic import missing_names_notice
 
-        new = pool.newcomers
-        lacks = missing_names_notice(pool.names(), new) if new else ""
-        if not lacks:
+        if not (new := pool.newcomers):
             return ""
+        names = pool.names()
+        lacks = missing_names_notice(names, new)
         if not (bring or self.ranks_by_default) or pool.state == "running":
-            return f"{format_ranks(new)} {'is' if len(new) == 1 else 'are'} new; {lacks}"
+            return f"{format_ranks(new)} {'is' if len(new) == 1 else 'are'} new; {lacks}" if lacks else ""
+        # Ranks that were too slow to answer may have variables all the same.
+        if not lacks and names.keys() | {*new} >= {*pool.ranks}:
+            return ""
         try:
             return str(pool.sync())
         except HvdlabError as error:

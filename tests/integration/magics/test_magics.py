@@ -263,6 +263,14 @@ def test_a_cell_brings_newcomers_what_the_others_know_before_it_runs(notebook: N
     assert notebook.run("%%hvd_run --sync\npass").lines == []
 
 
+def test_variables_of_ranks_that_answer_late_are_brought_all_the_same(notebook: Notebook) -> None:
+    notebook.run("%hvd_pool start 2")
+    notebook.pool.names = lambda ranks=None: {2: UserNames(0, (), ())}  # type: ignore[method-assign]
+    assert notebook.run("%%hvd_run -np 3 --sync\npass").lines == ["synced [2]"]
+    notebook.pool.names = lambda ranks=None: {rank: UserNames(0, (), ()) for rank in range(4)}  # type: ignore[method-assign]
+    assert notebook.run("%%hvd_run -np 4 --sync\npass").lines == []
+
+
 def test_a_name_that_only_ranks_have_is_pointed_out_after_the_error(notebook: Notebook) -> None:
     notebook.run("%hvd_pool start 3")
     notebook.pool.names = lambda ranks=None: {r: UserNames(0, ("model",), ("hvd",)) for r in range(3)}  # type: ignore[method-assign]

@@ -15,6 +15,8 @@ from typing import Any
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+from support.patience import PATIENCE
+
 
 @dataclass
 class Cell:
@@ -145,6 +147,15 @@ class LiveKernel:
         if kind == "status" and content["execution_state"] == "idle":
             cell.ended = now
         cell.messages.append((now, kind, content))
+
+    def answer_within(self, seconds: float = PATIENCE) -> None:
+        """Have its pool wait for its ranks' answers as long as a busy machine needs; for ranks that are stopped, too.
+
+        Without an answer it does not know what a rank does, or which variables it has.
+        """
+        limit = f"from hvdlab.kernel_ext.notebook import pool as _pool; _pool.ANSWER_WITHIN = {seconds}; del _pool"
+        cell = self.run(limit, store_history=False)
+        assert cell.error is None, cell.error
 
     def interrupt(self) -> None:
         self.manager.interrupt_kernel()

@@ -30,6 +30,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
 def kernel(started: LiveKernel) -> LiveKernel:
     """Return a kernel with four ranks that know ``rank`` and ``x``."""
     started.run("%load_ext hvdlab")
+    started.answer_within()
     cell = started.run(SETUP)
     assert cell.error is None, cell.error
     return started

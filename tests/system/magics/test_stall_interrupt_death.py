@@ -34,6 +34,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveKernel]:
 def kernel(started: LiveKernel) -> LiveKernel:
     cell = started.run(SETUP)
     assert cell.error is None, cell.error
+    started.answer_within()
     return started
 
 
@@ -101,6 +102,7 @@ def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> No
         "rank 1: no answer to the interrupt, not waited for any longer; `%hvd_pool restart 1` replaces it"
         in report
     )
+    kernel.answer_within(1.0)  # this rank will not
     pulling = kernel.send("%hvd_pull x")
     kernel.until(lambda: re.search("waits for rank.*:\n(.*\n)*  rank 1: stopped", pulling.text("stderr")))
     kernel.interrupt()
@@ -110,6 +112,7 @@ def test_a_stopped_rank_is_named_given_up_and_replaced(kernel: LiveKernel) -> No
     refused = kernel.run(SUM).text("stderr")
     assert "rank 1 still hangs in cell [" in refused
     assert kernel.run("%%hvd_run --ranks 0,2\nprint(x)").lines() == ["[0] 0", "[2] 20"]
+    kernel.answer_within()
     (said,) = kernel.run("%hvd_pool restart 1").lines()
     assert said.startswith("rank 1 started again, with empty memory; it lacks rank, x")
     kernel.run(SETUP.replace("%%hvd_run -np 3", "%%hvd_rank 1"))

@@ -596,7 +596,7 @@ class Client:
         if threading.current_thread() is self._connection.thread:
             raise RuntimeError(f"waiting for {what} inside a callback of the client would wait for ever")
         with self._changed:
-            self._changed.wait_for(lambda: condition() or self._lost, deadline.remaining())
+            deadline.wait_for(self._changed, lambda: condition() or self._lost)
             # The condition first: an answer that came before the loss counts.
             if condition():
                 return

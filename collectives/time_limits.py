@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -11,6 +13,11 @@ class Clock(Protocol):
     """Clock of seconds from a fixed moment, such as ``time.monotonic``; tests pass one that they set themselves."""
 
     def __call__(self) -> float: ...
+
+
+MOST_WAIT = 1.0
+"""Seconds of one wait. Python runs a signal's handler only when the main thread is back from its wait, and a signal that comes just before
+the thread blocks, or on another thread, does not end that. So Ctrl-C would have no effect until what is waited for comes."""
 
 
 class Deadline:
@@ -37,6 +44,15 @@ class Deadline:
     def expired(self) -> bool:
         """Return whether the time is over."""
         return self._when is not None and self._clock() >= self._when
+
+    def wait_for(self, condition: threading.Condition, reached: Callable[[], object]) -> bool:
+        """Wait as ``condition.wait_for(reached)`` does, and come back now and then for signals. Return whether it was reached in time."""
+        while True:
+            left = self.remaining()
+            if condition.wait_for(reached, MOST_WAIT if left is None else min(left, MOST_WAIT)):
+                return True
+            if left is not None and left <= MOST_WAIT:
+                return False
 
     def check(self, what: str) -> None:
         """Raise ``TimeoutError`` if the time is over.

@@ -250,7 +250,7 @@ class RankLifecycle:
 
         with self._changed:
             self.handle(PoolSizeSet(tuple(ranks), at_commit=True))
-            if not self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining()):
+            if not deadline.wait_for(self._changed, lambda: not leaving() or self._broken):
                 expected = self._client.membership().expected
                 hung = {rank for rank in leaving() if rank not in expected}  # past their commit
                 for rank, pid in self._members.living().items():
@@ -312,7 +312,7 @@ class RankLifecycle:
         with self._changed:
             if not self._changed.wait_for(lambda: not cut_off() or self._broken, CUT_OFF_WITHIN):
                 self.kill(cut_off())
-                self._changed.wait_for(lambda: not cut_off() or self._broken, deadline.remaining())
+                deadline.wait_for(self._changed, lambda: not cut_off() or self._broken)
 
     def wait_answered(self, deadline: Deadline) -> tuple[int, ...]:
         """Wait until every rank that was found has answered or ended. Returns those that have not."""
@@ -321,7 +321,7 @@ class RankLifecycle:
             return self._members.in_state(RankPhase.STARTING)
 
         with self._changed:
-            self._changed.wait_for(lambda: not silent() or self._broken, deadline.remaining())
+            deadline.wait_for(self._changed, lambda: not silent() or self._broken)
             return silent()
 
     def end(self, ranks: Sequence[int], deadline: Deadline) -> None:
@@ -335,8 +335,8 @@ class RankLifecycle:
             self._ending |= set(ranks) & set(self._members.living())
         self.kill(ranks)
         with self._changed:
-            self._changed.wait_for(
-                lambda: not set(ranks) & set(self._members.living()) or self._broken, deadline.remaining()
+            deadline.wait_for(
+                self._changed, lambda: not set(ranks) & set(self._members.living()) or self._broken
             )
             # Not left to `set_ranks`: it starts nothing in the place of a rank that is still ready.
             if stuck := sorted(set(ranks) & set(self._members.living())):
@@ -360,11 +360,14 @@ class RankLifecycle:
         while said and not self._broken:
             # Without the lock: it writes to a frontend, and the starter's thread needs the lock for its reports.
             progress(said)
-            with self._changed:
-                while self._waits_for == said and not self._broken:
-                    self._changed.wait()
-                said = self._waits_for
+            said = self._launch_wait_after(said)
         return Deadline(deadline.seconds)
+
+    def _launch_wait_after(self, said: str) -> str:
+        """Wait until the starter waits for another event than this one, and return that; empty if for none."""
+        with self._changed:
+            Deadline(None).wait_for(self._changed, lambda: self._waits_for != said or self._broken)
+            return self._waits_for
 
     def _wait_ready(self, ranks: Sequence[int], deadline: Deadline) -> None:
         def settled() -> bool:
@@ -372,7 +375,7 @@ class RankLifecycle:
             return bool(self._broken or not set(ranks) & set(waiting) or set(ranks) & set(self._members.lost))
 
         with self._changed:
-            self._changed.wait_for(settled, deadline.remaining())
+            deadline.wait_for(self._changed, settled)
             lost = [rank for rank in ranks if rank in self._members.lost]
             late = [rank for rank in ranks if rank in self._members.in_state(RankPhase.STARTING)]
             if lost:
@@ -412,4 +415,4 @@ class RankLifecycle:
         with self._changed:
             if not self._changed.wait_for(lambda: not leaving() or self._broken, LEAVE_WITHIN):
                 self.kill(leaving())
-                self._changed.wait_for(lambda: not leaving() or self._broken, deadline.remaining())
+                deadline.wait_for(self._changed, lambda: not leaving() or self._broken)

@@ -92,7 +92,7 @@ class RankRequests:
             with self._changed:
                 # Deaths from before the question was registered; rank_died() handles those from now on.
                 question.waiting.difference_update([rank for rank in question.waiting if self._is_lost(rank)])
-                self._changed.wait_for(lambda: not question.waiting, deadline.remaining())
+                deadline.wait_for(self._changed, lambda: not question.waiting)
                 return dict(question.answers)
         finally:
             with self._changed:

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Protocol
 
 from hvdlab.collectives.text import visible_lines
-from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.time_limits import MOST_WAIT, Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
     AskStacks,
     AtPrompts,
@@ -46,9 +46,6 @@ from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.stdin import IN_BACKGROUND, PromptDesk, Question, drive_meanwhile
 
-MOST_WAIT = 1.0
-"""Seconds of one wait. Python runs a signal's handler only when the main thread is back from its wait, and a signal that comes just before
-the thread blocks does not end that. So Ctrl-C would have no effect until a rank does something."""
 BACKLOG = 4 << 20
 """Characters a sink may hold back before ranks get no more credit."""
 

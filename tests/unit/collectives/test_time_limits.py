@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from hvdlab.collectives.time_limits import (
     ASK_AFTER,
+    MOST_WAIT,
     RESTART_WINDOW,
     SILENT_AFTER,
     STOPPED_AFTER,
@@ -81,6 +86,39 @@ def test_who_was_stopped_itself_hears_first_what_has_come() -> None:
     assert not heartbeat.overdue(much_later)
     assert heartbeat.lost(much_later, stopped=False) == ""
     assert heartbeat.timeout(much_later) == ASK_AFTER
+
+
+class Waits(threading.Condition):
+    """Condition at which as much time passes as a wait allows; what is waited for comes at some time of the clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self.clock, self.waits = clock, list[float]()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        assert timeout is not None
+        self.waits.append(timeout)
+        self.clock.now += timeout
+        return predicate()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "comes", "waits"),
+    [
+        (None, 2.5, [MOST_WAIT] * 3),
+        (2.5, 9.0, [MOST_WAIT, MOST_WAIT, 0.5]),
+        (2.5, 2.0, [MOST_WAIT] * 2),
+        (0.0, 9.0, [0.0]),
+    ],
+)
+def test_wait_comes_back_for_signals_and_ends_in_time(
+    seconds: float | None, comes: float, waits: list[float]
+) -> None:
+    clock = Clock()
+    begin, condition = clock.now, Waits(clock)
+    deadline = Deadline(seconds, clock=clock)
+    reached = deadline.wait_for(condition, lambda: clock.now >= begin + comes)
+    assert (reached, condition.waits) == (seconds is None or comes <= seconds, waits)
 
 
 def test_restarts_are_limited_within_a_time_only() -> None:

@@ -205,7 +205,7 @@ class ForkServer:
             StartError: The fork server ended before, or the time is over.
         """
         with self._lock:
-            self._changed.wait_for(lambda: self._loaded or self._lost, deadline.remaining())
+            deadline.wait_for(self._changed, lambda: self._loaded or self._lost)
             if self._lost is not None:
                 raise StartError(f"the fork server has ended: {self._lost}")
             if self._loaded is not None:
@@ -248,7 +248,7 @@ class ForkServer:
             self._kept = None
             # After `_kept` is cleared: the wait would otherwise end with the answer to an earlier order.
             self.send(Keep(path))
-            self._changed.wait_for(lambda: self._kept, deadline.remaining())
+            deadline.wait_for(self._changed, lambda: self._kept)
             why = self._why_not_kept()
             if not why:
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ from hvdlab.launch.local import check_loaded, check_resources
 from hvdlab.launch.options import parse
 from hvdlab.launch.processes import OutOfMemoryCounter, describe
 from support.patience import PATIENCE
+from support.threads import asleep
 
 WORLD = WorldEnvironment("unix:/run/coordinator", "secret", master_port=2345)
 
@@ -258,6 +260,22 @@ def test_a_rank_that_dies_is_not_waited_for() -> None:
 def test_a_silent_rank_is_waited_for_until_the_deadline() -> None:
     found = Ranks(silent=[2]).questions.ask(lambda t: PushValue(t, (), ()), [0, 2], Deadline(0.05))
     assert set(found) == {0}
+
+
+def test_interrupt_that_another_thread_receives_ends_the_wait_for_answers() -> None:
+    """As one that comes between Python's last look for signals and the beginning of the wait."""
+    waits = threading.get_native_id()
+
+    def press_ctrl_c() -> None:
+        asleep(waits)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    ranks = Ranks(silent=[0])
+    pressing = threading.Thread(target=press_ctrl_c)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.questions.ask(lambda t: PushValue(t, (), ()), [0], Deadline(None))
+    pressing.join()
 
 
 def test_late_answers_concern_nobody() -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import select
+import selectors
 import signal
 import socket
 import subprocess
@@ -257,6 +258,34 @@ def test_a_zygote_that_answers_nonsense_is_killed_and_its_ranks_are_left_to_the_
     ((spec, stdin),) = answers.zygote.unborn()
     os.close(stdin)
     assert spec.rank == 0
+
+
+def test_end_of_a_zygote_that_two_events_of_a_round_show_is_handled_once(
+    answers: Answers, capfd: pytest.CaptureFixture[str]
+) -> None:
+    orders, reports = os.pipe(), os.pipe()
+    agent = Agent(orders[0], reports[1], -1)
+    agent._start, agent._zygote = SLEEPS, answers.zygote
+    answers.zygote.fork(wire.RankSpec(0, {}), -1)
+    os.kill(answers.zygote.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, answers.zygote.pid, os.WEXITED | os.WNOWAIT)
+    agent._reap_children()  # the signal came first
+    child = agent._children[0]
+    # Numbers of descriptors are reused at once: the rank's next pipe can have that of the closed connection.
+    os.dup2(pipe := next(iter(child.pipes)), answers.zygote.descriptor)
+    agent._selector.register(answers.zygote.descriptor, selectors.EVENT_READ)
+    try:
+        agent._hear_zygote(answers.zygote)  # then its connection
+        assert {pipe, answers.zygote.descriptor} <= agent._selector.get_map().keys()
+        assert capfd.readouterr().err.count("ranks start without preloaded modules") == 1
+    finally:
+        child.signal(signal.SIGKILL)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        agent._reap_children()
+        os.close(answers.zygote.descriptor)
+        agent._selector.close()
+        for descriptor in (*orders, *reports):
+            os.close(descriptor)
 
 
 def test_zygote_with_a_full_socket_gets_the_other_orders_later(answers: Answers) -> None:

@@ -377,6 +377,8 @@ class Agent:
 
     def _hear_zygote(self, zygote: Zygote, *, ended: bool = False) -> None:
         """Handle the zygote's answers; if it has ended, execute the command for the ranks that it did not fork."""
+        if zygote is not self._zygote:
+            return  # its signal and its connection showed its end in one round, and it is closed since the first of them
         answers = zygote.receive()
         for answer in answers or ():
             match answer:

@@ -11,16 +11,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.forkserver.program import PROGRAM_NAME
+from hvdlab.launch.forkserver import client
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Signal
-from support.patience import GONE, PATIENCE
+from support.patience import GONE, PATIENCE, eventually
 from support.ranks.fork_server import ForkedRanks, living, loaded
 
 
@@ -162,6 +165,43 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
     os.kill(warm, signal.SIGKILL)
     assert living({warm, *others}) == []
     os.unlink(door)
+
+
+def test_process_that_connects_just_before_the_owner_dies_keeps_its_connection(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests, find, connected = str(Path(__file__).parents[2]), client.ServerHandle.find, threading.Event()
+
+    def note(path: str, deadline: Deadline) -> client.ServerHandle:
+        handle = find(path, deadline)
+        connected.set()
+        return handle
+
+    monkeypatch.setattr(client.ServerHandle, "find", note)
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, tests, door], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        for pid in pids:  # the ranks, so that they do not leave without their coordinator
+            os.kill(pid, signal.SIGSTOP)
+        eventually(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
+        with ThreadPoolExecutor() as threads:
+            attaching = threads.submit(ForkServer.attach, door, PROGRAM_NAME, Deadline(PATIENCE))
+            assert connected.wait(PATIENCE)
+            # The fork server sees the connection and all signs of the owner's end in one round, in this order.
+            process.kill()
+            process.wait()
+            os.kill(pids[0], signal.SIGCONT)
+            try:
+                found = attaching.result()
+                assert {child.pid for child in found.children().values()} == set(pids[1:])
+                found.close(grace=0.0)
+            finally:
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+    assert living(set(pids)) == []
 
 
 KEEPS_NO_MORE = """

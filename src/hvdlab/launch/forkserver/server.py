@@ -219,9 +219,14 @@ class ServerShell:
     # -- the pool's process ---------------------------------------------------------------------------------------
 
     def _watch_pool(self) -> None:
-        self._selector.register(self._link.endpoint, selectors.EVENT_READ, self._read_pool)
-        for sign in self._link.signs:
-            self._selector.register(sign, selectors.EVENT_READ, self._pool_lost)
+        link = self._link
+        self._selector.register(link.endpoint, selectors.EVENT_READ, self._read_pool)
+        for sign in link.signs:
+            self._selector.register(sign, selectors.EVENT_READ, lambda: self._has_hung_up(link))
+
+    def _has_hung_up(self, link: PoolLink) -> list[Event]:
+        # Another process can have connected in the same round, before this event: its connection must not be closed for it.
+        return self._pool_lost() if link is self._link else []
 
     def _read_pool(self) -> list[Event]:
         endpoint = self._link.endpoint

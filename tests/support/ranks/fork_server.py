@@ -22,7 +22,7 @@ from hvdlab.kernel_ext.wire.channel import READY
 from hvdlab.kernel_ext.wire.codec import TO_POOL, TO_RANK, decode_to_pool, encode
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, ForkFailed, FromServer
-from support.patience import PATIENCE
+from support.patience import GONE, PATIENCE
 
 
 class ForkedRanks:
@@ -75,14 +75,20 @@ class ForkedRanks:
             assert self.changed.wait_for(condition, PATIENCE), (self.news, self.losses)
 
     def fork(self, ranks: Sequence[int], *, expect: Sequence[int] = ()) -> None:
-        """Fork these ranks, and wait until they take cells."""
+        """Fork these ranks, and wait until they take cells and their processes are known."""
         world = WorldEnvironment(self.coordinator.address, self.coordinator.token)
         self.client.expect(tuple(expect or ranks))
         before = len(self.ready)
         for rank in ranks:
             environment = rank_environment(os.environ, world, rank, len(expect or ranks))
             self.warm.send(Fork.of(rank, environment, os.getcwd(), sys.path))
-        self.wait(lambda: len(self.ready) >= before + len(ranks) or bool(self.failures()))
+        # A rank takes cells by another connection: that news can come before that of its process.
+        self.wait(
+            lambda: (
+                (len(self.ready) >= before + len(ranks) and set(ranks) <= self.warm.children().keys())
+                or bool(self.failures())
+            )
+        )
         assert not self.failures()
         self._pids |= {child.pid for child in self.warm.children().values()}
 
@@ -124,7 +130,7 @@ class ForkedRanks:
         assert living(self._pids) == []
 
 
-def living(pids: set[int], timeout: float = 5.0) -> list[int]:
+def living(pids: set[int], timeout: float = GONE) -> list[int]:
     """Return those of these processes that are still there after a while. The end of others must not have been
     requested."""
     deadline = time.monotonic() + timeout

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -34,6 +35,7 @@ class Listener:
         self._orders, self.outbox = os.pipe()
         self._decoder = FrameDecoder()
         self._lost = False
+        self._lock = threading.Lock()
         self._orders_read: list[wire.ToAgent] = []
         os.write(self._reports, wire.GREETING)
 
@@ -58,9 +60,10 @@ class Listener:
         os.write(self._reports, b"".join(map(wire.encode, reports)))
 
     def lose(self) -> None:
-        """Lose the agent."""
-        if not self._lost:
-            self._lost = True
+        """Lose the agent. The test and the starter's thread can do so at once."""
+        with self._lock:
+            lost, self._lost = self._lost, True
+        if not lost:
             os.close(self._reports)
 
     def end_text(self, host: str, greeted: bool) -> str:

@@ -47,6 +47,9 @@ from hvdlab.runner.job_spec import JobSpec, find_launcher, own_address, program,
 from hvdlab.runner.output import Sink, Writer, failure_lines, stall_line
 from hvdlab.runner.supervisor import JobResult, Supervisor
 
+MOST_WAIT = 1.0
+"""Seconds of one wait of the loop. Python runs a signal's handler only when the main thread is back from its wait, and a signal that comes just
+before the thread blocks, or that another thread takes, does not end that. So Ctrl-C would have no effect until a rank does something."""
 _CLOSING = 5.0
 """Seconds within which the coordinator must end after :meth:`CoordinatorProcess.close`."""
 
@@ -247,10 +250,11 @@ class JobRun:
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    def _timeout(self) -> float | None:
+    def _timeout(self) -> float:
         hosts = self._table.deadline if self._table is not None else None
-        when = min((due for due in (self._supervisor.deadline, hosts) if due is not None), default=None)
-        return None if when is None else max(0.0, when - time.monotonic())
+        now = time.monotonic()
+        limits = [due for due in (self._supervisor.deadline, hosts) if due is not None]
+        return max(0.0, min([now + MOST_WAIT, *limits]) - now)
 
     def _take(self, posted: QueuedEvent) -> None:
         match posted:

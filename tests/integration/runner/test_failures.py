@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -184,6 +185,17 @@ def test_signals_end_all(launcher, wait_for, number: int, code: int) -> None:
     if number == signal.SIGINT:
         assert [ran.of(rank) for rank in range(3)] == [["saved"]] * 3
     launcher.wait_for_none()
+
+
+def test_signal_that_another_thread_of_the_launcher_takes_ends_all(launcher, wait_for) -> None:
+    """It interrupts no wait of the main thread then, as one that comes just before the wait begins."""
+    process = launcher.start("-np", "1", sys.executable, launcher.script(SLEEPER))
+    wait_for(lambda: len(_pids(launcher.directory)) == 1)
+    thread = next(
+        tid for name in os.listdir(f"/proc/{process.pid}/task") if (tid := int(name)) != process.pid
+    )
+    assert ctypes.CDLL(None).tgkill(process.pid, thread, signal.SIGTERM) == 0
+    assert launcher.finish(process).code == 143
 
 
 def test_under_nohup_a_job_goes_on(launcher, wait_for) -> None:

@@ -323,7 +323,8 @@ class Supervisor:
 
     def _reported(self, rank: int, report: e.Reported, now: float) -> None:
         state = self.ranks[rank]
-        if state.report is None:
+        # A report can come after the end of its process, and so after its successor's start: until that has joined, none is its own.
+        if state.report is None and (state.joined or not state.restarted):
             state.report = report
             state.deadline = now + self.policy.hang
 

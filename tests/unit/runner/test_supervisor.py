@@ -124,6 +124,21 @@ def test_elastic_starts_ranks_anew_that_fail_for_different_reasons(last: e.Repor
     assert not script.of(e.FailureReport)
 
 
+def test_report_after_the_new_start_of_its_rank_is_of_the_old_one() -> None:
+    """The coordinator passes the report on, and the agent of the host the end: the latter can come first."""
+    script = Script(2, min_ranks=1, hang=30.0)
+    script.tell(e.Connected(0), e.Connected(1), e.ProcessEnded(1, BAD))
+    assert script.of(e.RestartRank) == [e.RestartRank(1)]
+    script.tell(e.Reported(1, "ValueError: boom"), e.RankDisconnected(1))
+    script.tell(e.Spawned(1, 300), e.Connected(1))
+    script.now = 100.0
+    script.tell(e.JobTick())
+    assert not script.of(e.SendSignal), "a rank that trains is killed"
+    script.tell(e.Reported(1, "ValueError: again"))
+    script.wait()
+    assert script.of(e.SendSignal) == [e.SendSignal((1,), signal.SIGKILL)]
+
+
 def test_elastic_forgets_a_failure_once_a_rank_has_joined_again() -> None:
     script = Script(2, min_ranks=1)
     script.tell(e.Connected(0), e.Connected(1))

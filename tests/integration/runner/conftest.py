@@ -16,10 +16,20 @@ from pathlib import Path
 import pytest
 
 from support.network.two_hosts import network, shell  # noqa: F401  (fixtures)
-from support.patience import PROGRAM_PATIENCE
+from support.patience import HOUR, PROGRAM_PATIENCE
 
 WITHIN = PROGRAM_PATIENCE
 """Seconds that nothing here should take."""
+PATIENT = f"""
+import dataclasses, sys
+from hvdlab.runner.cli import main
+from hvdlab.runner.job_spec import JobSpec
+policy = JobSpec.policy
+limits = dict.fromkeys(("settle", "grace", "interrupt_grace"), {HOUR})
+JobSpec.policy = lambda job: dataclasses.replace(policy(job), **limits)
+sys.exit(main(sys.argv[1:]))
+"""
+"""``hvdlab`` that waits for the ends of ranks as long as they take."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,9 @@ class Launcher:
         path.write_text(textwrap.dedent(text))
         return str(path)
 
-    def start(self, *arguments: str, **options: object) -> subprocess.Popen[str]:
-        """Start ``hvdlab run`` with these arguments."""
+    def start(self, *arguments: str, patient: bool = False, **options: object) -> subprocess.Popen[str]:
+        """Start ``hvdlab run`` with these arguments; a ``patient`` one waits for the ends of ranks as long as they take."""
+        program = ("-c", PATIENT) if patient else ("-m", "hvdlab")
         environ = {
             **os.environ,
             "PYTHONFAULTHANDLER": "",
@@ -71,7 +82,7 @@ class Launcher:
         }
         environ.update(options.pop("env", None) or {})  # type: ignore[call-overload]  # a dict
         process = subprocess.Popen(
-            [sys.executable, "-m", "hvdlab", "run", *arguments],
+            [sys.executable, *program, "run", *arguments],
             stdin=options.pop("stdin", subprocess.DEVNULL),  # type: ignore[call-overload]  # passed on
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -52,8 +52,8 @@ PARTS = """
     ],
 )
 def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> None:
-    ran = launcher.python(3, PARTS, how)
-    # The launcher does not wait long for the end of a rank that has reported its error.
+    ran = launcher.python(3, PARTS, how, patient=True)
+    # The launcher does not wait for the end of a rank that has reported its error.
     assert ran.launcher[0] in {said, said.replace("exit code 1 (ValueError: boom)", "ValueError: boom")}
     assert ran.code == code
     if how == "raise":
@@ -63,7 +63,7 @@ def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> No
 
 
 def test_who_left_early_is_named(launcher) -> None:
-    ran = launcher.python(3, PARTS, "early")
+    ran = launcher.python(3, PARTS, "early", patient=True)
     assert ran.launcher[0].startswith("rank 1 has ended (exit code 0) while others still needed it; rank ")
     assert ran.code == 1
 
@@ -175,7 +175,7 @@ SLEEPER = """
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_end_all(launcher, wait_for, number: int, code: int) -> None:
-    process = launcher.start("-np", "3", sys.executable, launcher.script(SLEEPER))
+    process = launcher.start("-np", "3", sys.executable, launcher.script(SLEEPER), patient=True)
     wait_for(lambda: len(_pids(launcher.directory)) == 3)
     process.send_signal(number)
     ran = launcher.finish(process)

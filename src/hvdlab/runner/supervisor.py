@@ -71,7 +71,7 @@ class Policy:
         join_timeout: Time from the first rank's ``hvd.init()`` until the first world is there; ``None`` leaves that to the ranks.
         newcomer_timeout: Time from the start of a newcomer's process until its ``hvd.init()``, once there has been a world. No rank waits for
             it, but it keeps its slot and its number. ``None`` for no limit.
-        settle: How long the launcher waits for the culprit's end.
+        settle: How long the launcher waits for the culprit's end: the end of an interpreter with a framework takes seconds.
         hang: Time limit of a rank's end after an exception ended its program.
         grace: Time between SIGTERM and SIGKILL, and until a rank gets the former that was let go and has not joined.
         interrupt_grace: Time between SIGINT and SIGKILL.
@@ -85,7 +85,7 @@ class Policy:
     start_timeout: float = 30.0
     join_timeout: float | None = None
     newcomer_timeout: float | None = None
-    settle: float = 1.0
+    settle: float = 5.0
     hang: float = 30.0
     grace: float = 5.0
     interrupt_grace: float = 30.0

@@ -97,6 +97,17 @@ def test_a_follower_that_ends_first_is_not_to_blame() -> None:
     assert script.of(e.Finish) == [e.Finish(7)]
 
 
+def test_rank_that_takes_seconds_to_end_is_still_the_first_to_fail() -> None:
+    script = Script(2)
+    script.tell(e.Connected(0), e.Connected(1), e.RankDisconnected(1))
+    script.tell(e.Reported(0, "AbortedError: rank 1 left", (1,)), e.RankDisconnected(0))
+    script.tell(e.ProcessEnded(0, BAD))
+    script.now = 4.0
+    script.tell(e.JobTick(), e.ProcessEnded(1, ExitStatus(3)))
+    assert script.of(e.FailureReport) == [e.FailureReport(1, ExitStatus(3), "", (0,))]
+    assert script.of(e.Finish) == [e.Finish(3)]
+
+
 def test_an_elastic_job_whose_ranks_all_fail_alike_is_not_started_anew_again_and_again() -> None:
     script = Script(3, min_ranks=1)
     script.tell(*(e.Connected(rank) for rank in range(3)))

@@ -107,6 +107,7 @@ def test_each_rank_has_random_numbers_of_its_own() -> None:
 
 
 TRAINS = """
+import os
 import sys
 import time
 
@@ -119,25 +120,33 @@ class Says:
 
 sys.meta_path.append(Says())
 type(hooks.HOOKS).training = ("begins_with_training",)
+while not os.path.exists({go!r}):
+    time.sleep(0.01)
 """
-"""A package that makes the hooks of torch name a module for training, and writes a file when that is imported."""
+"""A package that makes the hooks of torch name a module for training, and writes a file when that is imported. Its own import waits for another file."""
 
 
 @pytest.mark.parametrize("idle", [True, False], ids=["idle before the first rank", "a rank at once"])
-def test_what_training_imports_is_imported_while_there_is_no_rank(tmp_path: Path, idle: bool) -> None:
-    place = tmp_path / "imported"
-    (tmp_path / "trains.py").write_text(TRAINS.format(place=str(place)))
+def test_what_training_imports_is_imported_while_there_is_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    place, go = tmp_path / "imported", tmp_path / "go"
+    (tmp_path / "trains.py").write_text(TRAINS.format(place=str(place), go=str(go)))
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path, "HVDLAB_PRELOAD": "torch,trains"}
     ranks = ForkedRanks(ForkServer.start(PROGRAM_NAME, environment))
     try:
         if idle:
+            go.touch()
             until = time.monotonic() + PATIENCE
             while not place.exists():
                 assert time.monotonic() < until
                 time.sleep(0.01)
         else:
-            ranks.fork([0])  # this order is there when the imports are done
+            send = ranks.warm.send
+            # The order is there when the imports are done.
+            monkeypatch.setattr(ranks.warm, "send", lambda order: (send(order), go.touch()))
+            ranks.fork([0])
             assert ranks.run(0, "1 + 1") == "2"
             assert not place.exists()
     finally:

@@ -12,7 +12,7 @@ import pytest
 from support.network.namespaces import Network
 from support.network.remote_shell import RemoteShell
 from support.network.two_hosts import finished
-from support.patience import PATIENCE, eventually
+from support.patience import PATIENCE, PROGRAM_PATIENCE, eventually
 
 pytestmark = pytest.mark.root
 
@@ -34,7 +34,9 @@ print(json.dumps({
 def run_on(network: Network, shell: RemoteShell, *arguments: str) -> tuple[int, str, str]:
     """``hvdlab`` on the first host; exit code, stdout and stderr."""
     environment = {"HVDLAB_SSH": shell.client, "MINE": "all mine"}
-    return finished(network.hosts[0], [sys.executable, "-m", "hvdlab", "run", *arguments], environment, 80)
+    return finished(
+        network.hosts[0], [sys.executable, "-m", "hvdlab", "run", *arguments], environment, PROGRAM_PATIENCE
+    )
 
 
 def test_two_hosts(network: Network, shell: RemoteShell, tmp_path: Path) -> None:
@@ -101,7 +103,9 @@ def test_a_function_on_two_hosts(network: Network, shell: RemoteShell, tmp_path:
     script.write_text(
         "import os, socket, hvdlab\nprint(hvdlab.run(lambda x: (x, socket.gethostname()), (7,), hosts='host0:1,host1:2'))"
     )
-    _, out, err = finished(network.hosts[0], [sys.executable, str(script)], {"HVDLAB_SSH": shell.client}, 80)
+    _, out, err = finished(
+        network.hosts[0], [sys.executable, str(script)], {"HVDLAB_SSH": shell.client}, PROGRAM_PATIENCE
+    )
     assert out == "[(7, 'host0'), (7, 'host1'), (7, 'host1')]\n", err
 
 
@@ -129,7 +133,7 @@ def test_a_host_that_is_cut_off(network: Network, shell: RemoteShell, tmp_path: 
     assert lines == {b"[0]<stdout>:up\n", b"[1]<stdout>:up\n"}
     network.hosts[1].cut()
     try:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=PROGRAM_PATIENCE)
     finally:
         network.hosts[1].mend()
     assert process.returncode == 1

@@ -68,12 +68,17 @@ def test_too_few_are_left(launcher) -> None:
 NEVER_JOINS = """
     import os, sys, time
 
-    if os.environ["HVDLAB_RANK"] in sys.argv[1:]:
+    rank, size = os.environ["HVDLAB_RANK"], int(os.environ["HVDLAB_SIZE"])
+    if rank in sys.argv[1:]:
         time.sleep(1000)
     import numpy as np
     import hvdlab.numpy as hvd
     from hvdlab.collectives.elastic import ObjectState, run_fn
 
+    # The time runs from the first that comes, so the others come with it.
+    open("ready" + rank, "w").close()
+    while len([name for name in os.listdir() if name.startswith("ready")]) < size - len(sys.argv[1:]):
+        time.sleep(0.01)
     hvd.init()
 
     def train(state):

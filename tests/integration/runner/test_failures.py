@@ -98,14 +98,18 @@ def test_a_rank_that_leaves_well_before_it_joins(launcher) -> None:
 
 
 def test_ranks_that_do_not_come_are_named(launcher) -> None:
+    # The time runs from the first that comes, so the others come with it.
     script = """
         import os, time
         from hvdlab.collectives import context
         if os.environ["RANK"] in "12":
-            time.sleep(100)
+            time.sleep(1000)
+        open("ready" + os.environ["RANK"], "w").close()
+        while not (os.path.exists("ready0") and os.path.exists("ready3")):
+            time.sleep(0.01)
         context.init()
     """
-    ran = launcher.python(4, script, flags=("--start-timeout", "8"))
+    ran = launcher.python(4, script, env={"HVDLAB_START_TIMEOUT": "8"})
     assert ran.launcher == ["ranks 1,2 did not come to hvd.init() within 8 s"]
     assert ran.code == 1
 

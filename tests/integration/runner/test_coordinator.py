@@ -6,7 +6,7 @@ import os
 import sys
 
 SCRIPT = """
-    import os, pathlib, signal, sys, time
+    import contextlib, os, pathlib, signal, sys, time
     import numpy as np
     import hvdlab.numpy as hvd
     from hvdlab.collectives import context
@@ -15,12 +15,17 @@ SCRIPT = """
     def parent(pid):
         return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
+    def children(pid):
+        for tasks in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # the thread has ended since the listing
+                yield from map(int, tasks.read_text().split())
+
     def kill_the_coordinator():
         launcher = parent(os.getppid())
         # When the thread that has started it ends, another thread has it as its child, perhaps one that was looked at before.
         for _ in range(1000):
-            for tasks in pathlib.Path(f"/proc/{launcher}/task").glob("*/children"):
-                for pid in map(int, tasks.read_text().split()):
+            for pid in children(launcher):
+                with contextlib.suppress(OSError):
                     if "hvdlab.collectives.coordinator" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
                         os.kill(pid, signal.SIGKILL)
                         return

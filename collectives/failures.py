@@ -125,7 +125,9 @@ class Uncaught(msgspec.Struct, frozen=True):
 
 def describe_uncaught(error: BaseException, rank: int) -> Uncaught:
     """Return the report about an exception of this rank."""
-    lines = traceback.format_exception_only(error)
+    said = traceback.TracebackException(type(error), error, None)
+    said.__notes__ = None  # they come last, and HvdlabError names a decision of the coordinator in one
+    lines = list(said.format_exception_only())
     line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
     # Python leaves `builtins.` out, but not the modules of other exceptions.
     head, colon, rest = line.partition(":")

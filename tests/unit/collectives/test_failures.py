@@ -13,8 +13,15 @@ import pytest
 import hvdlab.numpy as hvd
 from hvdlab.collectives import context
 from hvdlab.collectives.context import own_error, with_own_errors
-from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, InvalidRequestError, Pending
-from hvdlab.collectives.failures import cut_own_frames
+from hvdlab.collectives.errors import (
+    AbortedError,
+    Cause,
+    CauseKind,
+    HvdlabError,
+    InvalidRequestError,
+    Pending,
+)
+from hvdlab.collectives.failures import cut_own_frames, describe_uncaught
 
 
 def test_a_traceback_ends_at_the_users_line() -> None:
@@ -118,3 +125,8 @@ def test_a_program_that_ends_with_native_codes_error_shows_ours(monkeypatch: pyt
         sys.excepthook(type(error), error, error.__traceback__)
     assert shown == [(AbortedError, own, own.__traceback__)]
     assert context.engine().farewell.startswith("AbortedError: all_reduce #1: ")
+
+
+def test_report_of_an_uncaught_error_is_its_text_and_not_its_notes() -> None:
+    error = HvdlabError("the ranks disagree").because_of(7)
+    assert describe_uncaught(error, 0).error == "HvdlabError: the ranks disagree"

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hvdlab.collectives.errors import StartError
@@ -134,6 +133,23 @@ def test_a_place_where_none_can_wait_is_told(ranks: ForkedRanks) -> None:
     assert living({ranks.warm.pid}, timeout=0) == [ranks.warm.pid]
 
 
+def stop(*pids: int) -> None:
+    """Stop processes, and wait until all their threads stand still: until then, one can still have a rank leave."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        eventually(
+            lambda tasks=Path(f"/proc/{pid}/task"): {_state(task) for task in tasks.iterdir()} == {"T"}
+        )
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it has ended since the listing
+        return ""
+
+
 OWNER = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -157,7 +173,7 @@ def test_it_stays_when_the_owner_is_killed_and_ends_all_when_it_is_killed_itself
     ) as process:
         assert process.stdout is not None
         warm, *others = (int(word) for word in process.stdout.readline().split())
-        os.kill(others[0], signal.SIGSTOP)
+        stop(others[0])
         process.kill()
     found = ForkServer.attach(door, PROGRAM_NAME, Deadline(PATIENCE))
     assert found.children()[0].pid == others[0]
@@ -183,9 +199,7 @@ def test_process_that_connects_just_before_the_owner_dies_keeps_its_connection(
     ) as process:
         assert process.stdout is not None
         pids = [int(word) for word in process.stdout.readline().split()]
-        for pid in pids:  # the ranks, so that they do not leave without their coordinator
-            os.kill(pid, signal.SIGSTOP)
-        eventually(lambda: psutil.Process(pids[0]).status() == psutil.STATUS_STOPPED)
+        stop(*pids)  # the ranks, so that they do not leave without their coordinator
         with ThreadPoolExecutor() as threads:
             attaching = threads.submit(ForkServer.attach, door, PROGRAM_NAME, Deadline(PATIENCE))
             assert connected.wait(PATIENCE)
@@ -221,8 +235,7 @@ def test_stopped_server_that_keeps_no_more_ends_with_its_owner(door: str) -> Non
     ) as process:
         assert process.stdout is not None
         pids = {int(word) for word in process.stdout.readline().split()}
-        for pid in pids:  # the rank, so that it does not leave by itself
-            os.kill(pid, signal.SIGSTOP)
+        stop(*pids)  # the rank, so that it does not leave by itself
         process.kill()
     try:
         assert living(pids, GONE) == []

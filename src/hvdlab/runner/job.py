@@ -24,7 +24,7 @@ from hvdlab.collectives.failover.client_reconnect import ClientRecovery
 from hvdlab.collectives.failures import UNCAUGHT_TOPIC, Uncaught
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.text import format_ranks
-from hvdlab.collectives.time_limits import RestartLimit
+from hvdlab.collectives.time_limits import MOST_WAIT, RestartLimit
 from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_discovery import (
     HostAsker,
@@ -47,9 +47,6 @@ from hvdlab.runner.job_spec import JobSpec, find_launcher, own_address, program,
 from hvdlab.runner.output import Sink, Writer, failure_lines, stall_line
 from hvdlab.runner.supervisor import JobResult, Supervisor
 
-MOST_WAIT = 1.0
-"""Seconds of one wait of the loop. Python runs a signal's handler only when the main thread is back from its wait, and a signal that comes just
-before the thread blocks, or that another thread takes, does not end that. So Ctrl-C would have no effect until a rank does something."""
 _CLOSING = 5.0
 """Seconds within which the coordinator must end after :meth:`CoordinatorProcess.close`."""
 

@@ -169,7 +169,7 @@ def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> 
     assert job.code is None
     del job.running[2]
     job(e.Unstartable((2,), "the connection to c is lost"))
-    job(e.JobTick(), 2.0)
+    job(e.JobTick(), job.machine.policy.settle)
     assert job.machine.phase is JobPhase.ENDING
     job.end(0, ExitStatus(0, signal.SIGTERM))
     assert job.code == 1
@@ -186,7 +186,7 @@ def test_ranks_that_leave_do_not_count_once_no_others_can_come() -> None:
     assert (
         job.said[-1] == "1 rank stays, --min-np is 2, and no rank is started anew any more (--reset-limit 0)"
     )
-    job(e.JobTick(), 2.0)
+    job(e.JobTick(), job.machine.policy.settle)
     assert job.machine.phase is JobPhase.ENDING
     for rank in (0, 2):
         job.end(rank, ExitStatus(0, signal.SIGTERM))

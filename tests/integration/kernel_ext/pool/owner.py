@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 
+from hvdlab.collectives.time_limits import Deadline
 from hvdlab.kernel_ext.notebook.pool import Pool
 
 STUCK = "import ctypes; open({!r}, 'w').close(); ctypes.PyDLL(None).sleep(60)"
@@ -55,7 +56,10 @@ def main() -> None:
         make_it_hard(pool)
     print("up", flush=True)
     if "exit" not in words:
-        threading.Event().wait(60)
+        # Not an event's wait: an interrupt that comes as that begins would be noticed at its end.
+        nothing = threading.Condition()
+        with nothing:
+            Deadline(60).wait_for(nothing, lambda: False)
 
 
 if __name__ == "__main__":

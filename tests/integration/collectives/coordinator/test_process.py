@@ -47,8 +47,8 @@ RANK_HANDLERS[m.Ping] = break_state
 """What a coordinator's interpreter imports first, so that a ping breaks the state."""
 
 
-def ended(descriptor: int, timeout: float = 10) -> bool:
-    return bool(select.select([descriptor], [], [], timeout)[0])
+def ended(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], PATIENCE)[0])
 
 
 def test_it_serves_until_it_is_closed(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Failures:
         """Keep this error."""
         # Not above DEBUG: without any set-up, logging writes warnings to stderr, and that is shown under the cell.
         logger.debug("%s failed", what, exc_info=error)
-        text = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        text = "".join(lines_without_notes(error)).strip().splitlines()[-1]
         with self._lock:
             before = self._known.get(what)
             count = before.count + 1 if before is not None else 1
@@ -123,11 +123,17 @@ class Uncaught(msgspec.Struct, frozen=True):
     culprits: tuple[int, ...] = ()
 
 
+def lines_without_notes(error: BaseException) -> list[str]:
+    """Return the lines of an exception without its traceback; the last one has its text."""
+    summary = traceback.TracebackException(type(error), error, None)
+    # Notes would come last, and HvdlabError names a decision of the coordinator in one.
+    summary.__notes__ = None
+    return list(summary.format_exception_only())
+
+
 def describe_uncaught(error: BaseException, rank: int) -> Uncaught:
     """Return the report about an exception of this rank."""
-    said = traceback.TracebackException(type(error), error, None)
-    said.__notes__ = None  # they come last, and HvdlabError names a decision of the coordinator in one
-    lines = list(said.format_exception_only())
+    lines = lines_without_notes(error)
     line = lines[-1].strip().split("\n", 1)[0] if lines else type(error).__name__
     # Python leaves `builtins.` out, but not the modules of other exceptions.
     head, colon, rest = line.partition(":")

@@ -111,10 +111,10 @@ def returned(value: Any) -> bytes:
 
 def raised(error: BaseException) -> FunctionRaised:
     """Return the form in which the caller gets an exception."""
-    from hvdlab.collectives.failures import blamed_ranks
+    from hvdlab.collectives.failures import blamed_ranks, lines_without_notes
 
     text = "".join(traceback.format_exception(error))
-    line = traceback.format_exception_only(error)[-1].strip()
+    line = lines_without_notes(error)[-1].strip()
     try:
         pickled = cloudpickle.dumps(error)
         pickle.loads(pickled)  # noqa: S301  # our own: an exception may be picklable one way only

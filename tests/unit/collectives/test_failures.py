@@ -21,7 +21,7 @@ from hvdlab.collectives.errors import (
     InvalidRequestError,
     Pending,
 )
-from hvdlab.collectives.failures import cut_own_frames, describe_uncaught
+from hvdlab.collectives.failures import Failures, cut_own_frames, describe_uncaught
 
 
 def test_a_traceback_ends_at_the_users_line() -> None:
@@ -130,3 +130,10 @@ def test_a_program_that_ends_with_native_codes_error_shows_ours(monkeypatch: pyt
 def test_report_of_an_uncaught_error_is_its_text_and_not_its_notes() -> None:
     error = HvdlabError("the ranks disagree").because_of(7)
     assert describe_uncaught(error, 0).error == "HvdlabError: the ranks disagree"
+
+
+def test_a_kept_failure_has_the_text_of_its_error_and_not_its_notes() -> None:
+    failures = Failures()
+    failures.add("the view", HvdlabError("the ranks disagree").because_of(7))
+    (kept,) = failures.all()
+    assert kept.text.endswith("the ranks disagree")

@@ -43,3 +43,9 @@ def test_failure_of_a_rank_is_raised_although_another_s_value_is_unreadable(unkn
 
 def test_unreadable_value_of_a_rank_that_was_let_go_does_no_harm(unknown: bytes) -> None:
     assert results(JobResult(results={0: returned(5), 1: unknown}, left={1}), 2) == [5]
+
+
+def test_line_of_a_ranks_exception_is_its_text_and_not_its_notes() -> None:
+    error = ValueError("boom")
+    error.add_note("a hint")
+    assert raised(error).line == "ValueError: boom"

@@ -362,9 +362,10 @@ class LockedState:
             if self._update_in_progress:
                 self._recover()
             self._endpoint.renew(endpoint)
-            self._suspended = False
             # Still under the lock: Resume has to be the first message, and other threads send only under it.
             self._endpoint.send(self.state.reconnect(alive, released=self.state.rank in leaving))
+            # Last: where the successor is gone as well, messages must wait for the next one, instead of being lost with it.
+            self._suspended = False
 
     # -- ends -----------------------------------------------------------------------------------------------------
 

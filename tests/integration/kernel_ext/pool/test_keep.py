@@ -679,7 +679,7 @@ def test_a_coordinator_that_lives_gets_no_successor_although_its_file_is_gone() 
         assert readable(supervisor.process, GONE)
         assert supervisor.has_ended()
     finally:
-        supervisor.forget()
+        supervisor.release()
         coordinator.close()
 
 

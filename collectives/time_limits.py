@@ -20,6 +20,21 @@ MOST_WAIT = 1.0
 the thread blocks, or on another thread, does not end that. So Ctrl-C would have no effect until what is waited for comes."""
 
 
+CLOCK_READS = 3
+"""Reads of two clocks, of which the quickest counts: the thread may be kept from running between one and the other."""
+
+
+def wall_offset() -> float:
+    """Return the difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
+    return min(_read_clocks() for _ in range(CLOCK_READS))[1]
+
+
+def _read_clocks() -> tuple[float, float]:
+    """Return how long it took to read both clocks, up to which the difference can be wrong, and the difference."""
+    begin, day, end = time.monotonic(), time.time(), time.monotonic()
+    return end - begin, day - begin
+
+
 class Deadline:
     """Point in time that all steps of an operation share, or never.
 

@@ -53,6 +53,7 @@ from hvdlab.collectives.protocol.messages import (
 )
 from hvdlab.collectives.system import create_memory, require_own_peer
 from hvdlab.collectives.text import operator_log
+from hvdlab.collectives.time_limits import wall_offset
 
 _ACCEPT_AGAIN = 0.2
 """Seconds until the server accepts again after it had no descriptor or no place left for a new connection."""
@@ -86,9 +87,7 @@ class CoordinatorServer:
     ) -> None:
         self.options = options
         log = log or operator_log("coordinator")
-        self.state = CoordinatorState(
-            options.state, wall_offset=time.time() - time.monotonic(), clock=time.monotonic_ns
-        )
+        self.state = CoordinatorState(options.state, wall_offset=wall_offset(), clock=time.monotonic_ns)
         self.connections = Connections(options, log)
         #: Detection of dead peers; it reads from all that are introduced.
         self._liveness = Liveness(self.connections, self.state, options, log)

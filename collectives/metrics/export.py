@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.errors import InvalidRequestError, ProtocolError
-from hvdlab.collectives.time_limits import Deadline
+from hvdlab.collectives.time_limits import Deadline, wall_offset
 from hvdlab.collectives.tracing.record_format import (
     RECORD_BYTES,
     Alignment,
@@ -53,8 +53,6 @@ EXIT_WITHIN = 5.0
 """Seconds that an export gets to write the rest, at the end of the process or when another export replaces it."""
 FINAL_AFTER = 3.0
 """Seconds after which a point derived from the spans of one second counts as final; until then late spans may change it."""
-CLOCK_READS = 3
-"""Reads of the two clocks, of which the quickest counts: the thread may be kept from running between one and the other."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,17 +74,6 @@ class Point:
     value: float
     step: int | None
     time: float
-
-
-def time_of_day() -> float:
-    """Return the difference to add to seconds of this host's ``CLOCK_MONOTONIC`` to get seconds since 1970, as it is now."""
-    return min(_read_clocks() for _ in range(CLOCK_READS))[1]
-
-
-def _read_clocks() -> tuple[float, float]:
-    """Return how long it took to read both clocks, up to which the difference can be wrong, and the difference."""
-    begin, day, end = time.monotonic(), time.time(), time.monotonic()
-    return end - begin, day - begin
 
 
 class PointReader:
@@ -142,7 +129,7 @@ class PointReader:
         if aligned is None:
             self._hold(batch)
             return []
-        offset = time_of_day() + aligned[0] / 1e9
+        offset = wall_offset() + aligned[0] / 1e9
         return [
             Point(head.rank, event.name, event.value, event.step, event.time_ns / 1e9 + offset)
             for event in _events(batch, head, types, RecordType.METRIC)
@@ -436,7 +423,7 @@ class RecordingExport(Export):
         ahead = self._recording.clock_offset_ns()
         if ahead is None:
             return time.time() - self._newest_ns / 1e9
-        return time_of_day() - ahead / 1e9
+        return wall_offset() - ahead / 1e9
 
 
 _open: weakref.WeakSet[RecordingExport] = weakref.WeakSet()

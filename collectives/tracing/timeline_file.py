@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from hvdlab.collectives.errors import ProtocolError
+from hvdlab.collectives.time_limits import wall_offset
 from hvdlab.collectives.tracing.chrome_trace import HOLD_SECONDS, ChromeTrace, TraceEvent
 from hvdlab.collectives.tracing.record_format import decode
 
@@ -211,5 +212,5 @@ class TimelineFile:
 
 def _with_clock(event: TraceEvent) -> TraceEvent:
     """Return the first event with the time of day at 0 of the time axis, under the name that it has in Horovod's timeline."""
-    zero = (time.time_ns() - time.monotonic_ns()) // 1000
+    zero = int(wall_offset() * 1e6)
     return {**event, "args": {**event.get("args", {}), CLOCK: zero}}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hvdlab.collectives import time_limits
 from hvdlab.collectives.time_limits import (
     ASK_AFTER,
     MOST_WAIT,
@@ -17,6 +19,7 @@ from hvdlab.collectives.time_limits import (
     Deadline,
     Heartbeat,
     RestartLimit,
+    wall_offset,
 )
 
 
@@ -140,3 +143,13 @@ def test_a_restart_can_be_taken_back() -> None:
     limit.add()
     limit.forget_last()
     assert not limit.reached
+
+
+def test_the_difference_of_two_clocks_counts_no_time_between_their_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Kept from running before the read of the time of day, not at all, and after it.
+    moments = iter([1.0, 3.0, 3.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0])
+    clocks = SimpleNamespace(monotonic=lambda: next(moments), time=lambda: 100.0 + next(moments))
+    monkeypatch.setattr(time_limits, "time", clocks)
+    assert wall_offset() == 100.0

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,7 +166,7 @@ SECOND = 10**9
 
 
 def test_points_have_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_export, "time_of_day", lambda: 1_000_000.0)
+    monkeypatch.setattr(metric_export, "wall_offset", lambda: 1_000_000.0)
     reader = PointReader()
     events = [
         CellBeginEvent("c", SECOND),
@@ -180,16 +179,8 @@ def test_points_have_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_time_of_day_counts_no_time_between_the_reads_of_two_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Held up before the time of day, not at all, and after it.
-    moments = iter([1.0, 3.0, 3.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0])
-    clocks = SimpleNamespace(monotonic=lambda: next(moments), time=lambda: 100.0 + next(moments))
-    monkeypatch.setattr(metric_export, "time", clocks)
-    assert metric_export.time_of_day() == 100.0
-
-
 def test_other_hosts_clocks_are_brought_onto_this_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metric_export, "time_of_day", lambda: 1_000_000.0)
+    monkeypatch.setattr(metric_export, "wall_offset", lambda: 1_000_000.0)
     reader = PointReader()
     far, here = clock_domain() + 1, clock_domain()
     # The coordinator's clock is 4 s ahead of this host's and 3 s behind that of the other.

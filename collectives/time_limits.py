@@ -17,7 +17,7 @@ class Clock(Protocol):
 
 MOST_WAIT = 1.0
 """Seconds of one wait. Python runs a signal's handler only when the main thread is back from its wait, and a signal that comes just before
-the thread blocks, or on another thread, does not end that. So Ctrl-C would have no effect until what is waited for comes."""
+the thread blocks, or on another thread, does not end that. So Ctrl-C would have no effect until the awaited event comes."""
 
 
 CLOCK_READS = 3

@@ -94,7 +94,7 @@ def test_ranks_of_other_hosts_end_with_the_launcher(network: Network, shell: Rem
     process.kill()
     process.communicate(timeout=PATIENCE)
     shell.wait()
-    # The agent of the first host is nobody's child any more, so its end can't be waited for.
+    # The launcher, whose child the first host's agent was, has been killed: this test can't wait for the agent's end.
     eventually(lambda: not _running(network, "sleep 1000"), lambda: _running(network, "sleep 1000"))
 
 

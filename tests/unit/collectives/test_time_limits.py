@@ -92,7 +92,7 @@ def test_who_was_stopped_itself_hears_first_what_has_come() -> None:
 
 
 class Waits(threading.Condition):
-    """Condition at which as much time passes as a wait allows; what is waited for comes at some time of the clock."""
+    """Condition on which each wait passes the time that it allows; the awaited event comes at a set time of the clock."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -236,7 +236,7 @@ def test_a_prewarmed_pool_that_is_not_used_leaves_nothing() -> None:
 def wait_subscribed(client: Any) -> None:
     """Wait until a client of ipyparallel gets what engines print.
 
-    It subscribes at its start, and what is printed before that has arrived is lost: a call with ``block=True`` would wait for it
+    It subscribes at its start, and loses output that is printed before the subscription has arrived: a call with ``block=True`` would wait for it
     for ever.
     """
 

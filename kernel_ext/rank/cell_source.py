@@ -13,7 +13,7 @@ import inspect
 import linecache
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
@@ -25,6 +25,11 @@ _NUMBERED = re.compile(r"\[(\d+)\]\Z")
 _CELL = re.compile(r"<cell (.*?)(?: #[0-9a-f]{6})?>\Z", re.DOTALL)
 
 _ATTEMPTS = 8
+
+MOST_KNOWN = 64
+"""Sources whose transformed texts are kept."""
+LONGEST_KNOWN = 10_000
+"""Characters of a source that is kept at most."""
 
 
 def parse(source: str, filename: str = "<unknown>", symbol: str = "exec", flags: int = 0) -> ast.AST:
@@ -61,6 +66,43 @@ def label_of(filename: str) -> str:
     """``[7]`` for the file name that a cell is compiled under, an empty text for any other."""
     match = _CELL.match(filename)
     return match[1] if match else ""
+
+
+class StaticTransforms:
+    """IPython's transformers of a cell's text, which are called once for a source that comes again.
+
+    They turn magics and prompts into Python and depend on the text alone. They tokenize it in Python, which is the larger part of what a
+    rank does for a short cell; a script that calls ``pool.run`` in a loop sends the same source each time. Where the user has added,
+    removed or replaced a transformer, which may count its calls or look around, all are called each time.
+
+    Args:
+        manager: The shell's ``input_transformer_manager``.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._transform: Callable[[str], str] = manager.transform_cell
+        self._original = self._transformers()
+        #: Sources to their texts as Python, the least recently used first.
+        self._known: dict[str, str] = {}
+
+    def _transformers(self) -> tuple[list[Any], ...]:
+        manager = self._manager
+        return [*manager.cleanup_transforms], [*manager.line_transforms], [*manager.token_transformers]
+
+    def transform_cell(self, cell: str) -> str:
+        """Return the cell as Python.
+
+        Raises:
+            SyntaxError: A transformer refuses the text.
+        """
+        if self._transformers() != self._original or len(cell) > LONGEST_KNOWN:
+            return self._transform(cell)
+        known = self._known.pop(cell, None)
+        self._known[cell] = text = self._transform(cell) if known is None else known
+        if len(self._known) > MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return text
 
 
 class CellCompiler(CachingCompiler):

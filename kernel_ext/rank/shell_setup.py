@@ -23,7 +23,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
 
-from hvdlab.kernel_ext.rank.cell_source import CellCompiler
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler, StaticTransforms
 from hvdlab.kernel_ext.rank.debugger import make_breakpoint, stop_here
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
 from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
@@ -99,6 +99,8 @@ class ShellSetup:
         self._patch(getpass, "getpass", self._prompting.getpass)
         self._patch(sys, "breakpointhook", make_breakpoint(sys.breakpointhook))
         self._patch(bdb.Bdb, "stop_here", stop_here)
+        transformers = self._shell.input_transformer_manager
+        self._patch(transformers, "transform_cell", StaticTransforms(transformers).transform_cell)
         # Code that reads sys.stdin itself gets an end of file: no terminal is behind it that could answer.
         self._patch(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115  # closed by uninstall
         self._undo.append(sys.stdin.close)

@@ -1,4 +1,4 @@
-"""The compiler of cells."""
+"""The compiler of cells, and their transformation to Python."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
-from hvdlab.kernel_ext.rank.cell_source import CellCompiler
+from hvdlab.kernel_ext.rank.cell_source import MOST_KNOWN, CellCompiler, StaticTransforms
 
 MANY = 20
 
@@ -46,3 +47,72 @@ def test_a_cell_is_parsed_though_another_thread_parses_at_the_same_time() -> Non
         within += Parser.collected > collected
         assert ast.unparse(tree).startswith("x = [1, 1")
     assert within
+
+
+class CountedTransforms(TransformerManager):
+    """IPython's transformers, with the number of cells whose tokens were looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenized = 0
+
+    def do_token_transforms(self, lines: list[str]) -> list[str]:
+        self.tokenized += 1
+        done: list[str] = super().do_token_transforms(lines)
+        return done
+
+
+SOURCES = "x = 1", "x = %env HOME\ny = !ls", "%%time\npass", "print?", ">>> x = 1\n... \n"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_source_that_comes_again_is_transformed_once(source: str) -> None:
+    manager = CountedTransforms()
+    transforms = StaticTransforms(manager)
+    expected = TransformerManager().transform_cell(source)
+    assert [transforms.transform_cell(source) for _ in range(3)] == [expected] * 3
+    assert manager.tokenized == 1
+
+
+def test_a_users_transformer_is_called_for_each_cell() -> None:
+    manager = CountedTransforms()
+    transforms = StaticTransforms(manager)
+    transforms.transform_cell("x = 1")
+    calls = []
+
+    def number(lines: list[str]) -> list[str]:
+        calls.append(lines)
+        return [f"call = {len(calls)}\n", *lines]
+
+    manager.cleanup_transforms.append(number)
+    texts = [transforms.transform_cell("x = 1") for _ in range(2)]
+    manager.cleanup_transforms.remove(number)
+    assert texts == ["call = 1\nx = 1\n", "call = 2\nx = 1\n"]
+    assert transforms.transform_cell("x = 1") == "x = 1\n"
+
+
+def test_a_transformer_that_takes_the_place_of_ipythons_is_called() -> None:
+    manager = CountedTransforms()
+    transforms = StaticTransforms(manager)
+    assert transforms.transform_cell("%env HOME") == "get_ipython().run_line_magic('env', 'HOME')\n"
+    manager.token_transformers = []
+    assert transforms.transform_cell("%env HOME") == "%env HOME\n"
+
+
+def test_a_refused_source_is_refused_again() -> None:
+    transforms = StaticTransforms(TransformerManager())
+    for _ in range(2):
+        with pytest.raises(SyntaxError):
+            transforms.transform_cell("if x:\n  !ls\n y")
+
+
+def test_sources_that_came_long_ago_are_forgotten() -> None:
+    manager = CountedTransforms()
+    transforms = StaticTransforms(manager)
+    transforms.transform_cell("x = 'often'")
+    for n in range(MOST_KNOWN + 10):
+        transforms.transform_cell(f"x = {n}")
+        transforms.transform_cell("x = 'often'")
+    assert manager.tokenized == MOST_KNOWN + 11
+    transforms.transform_cell("x = 0")
+    assert manager.tokenized == MOST_KNOWN + 12

@@ -153,7 +153,6 @@ class OutputQueue:
 
     def begin_cell(self, cell: str) -> None:
         """Attribute further output to ``cell``, which gets a window of its own."""
-        self.flush()
         if self._fds is not None and not self._forked:
             self._drain_available(self._fds)
         # Both locks: entries are sent under the current cell's name, so none of the former cell may be left,
@@ -204,7 +203,8 @@ class OutputQueue:
 
         Waits for room as a writer does: the output of its subprocesses would otherwise come after its end.
         """
-        self.flush()
+        if self._late:
+            self.flush()  # output of earlier cells, written until now, comes before this cell's end
         if self._fds is not None and not self._forked:
             self._drain_all(self._fds)
         # Until the end is sent no other thread sends: late output would come before it.

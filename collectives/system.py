@@ -18,7 +18,6 @@ import signal
 import socket
 import stat
 import struct
-import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,6 +193,8 @@ def private_parents(environ: Mapping[str, str]) -> list[Path]:
     The user's runtime directory belongs to the user alone. In the temporary directory another user can occupy the name, and
     only that one can remove it; then the directory lies among the user's caches.
     """
+    import tempfile  # not above: it is the larger part of the imports of an agent, which seldom needs it
+
     given = environ.get("XDG_RUNTIME_DIR", "")
     cache = environ.get("XDG_CACHE_HOME", "")
     found = [

@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -33,6 +29,10 @@ from hvdlab.collectives.protocol.handshake import UNIX_PATH_LIMIT, TlsAddress, U
 from hvdlab.collectives.settings import Reader, for_reader
 from hvdlab.collectives.system import process_state
 from hvdlab.collectives.time_limits import Deadline
+
+# The coordinator's process reads its settings by this module too, and starts faster without what only its starter needs.
+if TYPE_CHECKING:
+    import subprocess
 
 FUSION_THRESHOLD = 64 * 1024 * 1024
 """Bytes of tensors that are fused into one operation at most (a tensor that alone is larger is not split)."""
@@ -202,8 +202,8 @@ class CoordinatorProcess:
         settings = {**settings_from(os.environ if environ is None else environ), **settings}
         private = private_directory(directory)
         launch = CoordinatorLaunch(
-            secrets.token_hex(32),
-            secrets.token_hex(32),
+            os.urandom(32).hex(),
+            os.urandom(32).hex(),
             str(private),
             os.getpid(),
             size=size,
@@ -319,6 +319,8 @@ class CoordinatorProcess:
         # First, as in close(): ranks that lose the coordinator later must not wait for a successor.
         self._listeners.close()
         _cut_lifeline(self._process)
+        import subprocess
+
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         if self._process.poll() is None:
@@ -511,6 +513,8 @@ os.register_at_fork(after_in_child=_forked)
 
 def remove_directory(directory: Path) -> None:
     """Remove the private directory. Where this process can open no file any more, that works if only a socket is in it."""
+    import shutil
+
     # rmtree() opens the directory; unlink() and rmdir() need no descriptor.
     shutil.rmtree(directory, ignore_errors=True)
     if directory.exists():
@@ -521,6 +525,8 @@ def remove_directory(directory: Path) -> None:
 
 def private_directory(parent: Path | None) -> Path:
     """Create a directory that only this user may enter, with a path that leaves room for a socket's name. Raises ``StartError``."""
+    import tempfile
+
     # TMPDIR can be longer than the path in the address of a Unix socket may be; /tmp never is.
     candidates = [parent] if parent is not None else [Path(tempfile.gettempdir()), Path("/tmp")]
     for candidate in candidates:
@@ -551,6 +557,8 @@ def _start(
 
 
 def _spawn(descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    import subprocess
+
     # -P: a directory named like one of ours in the current directory must not be imported instead.
     # A session of its own keeps Ctrl-C in the starter's terminal away from it.
     return subprocess.Popen(
@@ -599,6 +607,8 @@ def _cut_lifeline(process: subprocess.Popen[bytes]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], timeout: float) -> None:
+    import subprocess
+
     _cut_lifeline(process)
     try:
         process.wait(timeout)

@@ -23,7 +23,7 @@ from hvdlab.launch.forkserver.messages import (
     Loaded,
     Signal,
 )
-from hvdlab.launch.host_agent.connection import ShellTransport
+from hvdlab.launch.host_agent.connection import AgentLink, ShellTransport, agent_error
 from hvdlab.launch.host_agent.starter import ExecStarter
 from hvdlab.launch.hosts import LOCALHOST, Host
 from hvdlab.launch.options import Option
@@ -60,6 +60,20 @@ class LocalLauncher:
         """Return False."""
         return False
 
+    def start_agent(self, *, stdin: bool) -> AgentLink:
+        """Start the agent of a job of programs, which comes up beside the job's coordinator. :meth:`starter` gives it its orders.
+
+        Args:
+            stdin: Whether rank 0 gets this process's standard input.
+
+        Raises:
+            StartError: The interpreter can't be run.
+        """
+        try:
+            return AgentLink.local(LOCALHOST, default_python(), stdin=stdin)
+        except OSError as error:
+            raise agent_error(LOCALHOST, error) from error
+
     def starter(self, request: LaunchRequest, ranks: RankObserver) -> LocalStarter | ExecStarter:
         """Return the starter that forks a job's ranks; an agent starts programs, and ends them if this process dies.
 
@@ -68,7 +82,9 @@ class LocalLauncher:
         """
         if request.program is not None:
             here = [Host(LOCALHOST, request.size)]
-            return ExecStarter(request, ranks, here, transport=ShellTransport(), python=default_python())
+            return ExecStarter(
+                request, ranks, here, transport=ShellTransport(), python=default_python(), agent=request.agent
+            )
         if request.fork_server is None:
             raise InvalidRequestError("the launcher `local` forks ranks, and this job has no fork server.")
         return LocalStarter(request.fork_server, request.world, ranks)

@@ -17,7 +17,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from hvdlab.collectives.client import Client
 from hvdlab.collectives.errors import InvalidRequestError
@@ -25,6 +25,9 @@ from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.collectives.system import HostPosition
 from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.options import Option
+
+if TYPE_CHECKING:
+    from hvdlab.launch.host_agent.connection import AgentLink
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 """Signals that end a rank; one of them withdraws a rank that still waits for a free slot."""
@@ -217,6 +220,7 @@ class LaunchRequest:
         size: How many ranks the job begins with; 0 if that is not known yet.
         hosts: ``a:4,b:4`` as the user gave it, or empty.
         options: The launcher's own options, as :func:`~hvdlab.launch.options.parse` has validated them.
+        agent: An agent of this host that has no orders yet, if one was started beforehand.
     """
 
     world: WorldEnvironment
@@ -228,6 +232,7 @@ class LaunchRequest:
     size: int = 0
     hosts: str = ""
     options: Mapping[str, object] = field(default_factory=dict)
+    agent: AgentLink | None = None
 
 
 class StartRequest(Protocol):

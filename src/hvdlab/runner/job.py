@@ -25,6 +25,7 @@ from hvdlab.collectives.failures import UNCAUGHT_TOPIC, Uncaught
 from hvdlab.collectives.settings import WorldEnvironment, free_port
 from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.time_limits import MOST_WAIT, RestartLimit
+from hvdlab.launch.host_agent.connection import AgentLink
 from hvdlab.launch.host_agent.rank_process import STDERR
 from hvdlab.launch.host_discovery import (
     HostAsker,
@@ -40,6 +41,7 @@ from hvdlab.launch.host_discovery import (
     NotFound,
 )
 from hvdlab.launch.hosts import is_local
+from hvdlab.launch.local import LocalLauncher
 from hvdlab.launch.processes import ExitStatus, OutputTail, readable
 from hvdlab.launch.starter import Ended, Launcher, LaunchRequest, PlacingStarter, Started, Starter, Waiting
 from hvdlab.runner import events as e
@@ -114,6 +116,10 @@ class JobRun:
             launcher, options = find_launcher(self._job)
             address = own_address(self._job, launcher)
             environ = {**os.environ, **variables(self._job)}
+            # First: it comes up while the coordinator does.
+            agent = self._start_agent(launcher)
+            if agent is not None:
+                cleanup.callback(agent.close, _CLOSING)
             coordinator = CoordinatorProcess.start(
                 size=None if self._job.source is not None else self._job.size,
                 tcp_host=address,
@@ -135,7 +141,7 @@ class JobRun:
             for topic, take in self._job.mail.items():
                 self._client.on_mail(topic, take)
             world = self._make_world(coordinator, address)
-            self._starter = launcher.starter(self._request(world, self._client, options), self)
+            self._starter = launcher.starter(self._request(world, self._client, options, agent), self)
             cleanup.callback(self._starter.close, 0.0)
             # Runs before the starter closes: its threads may wait in write() for the loop, which takes no
             # more.
@@ -169,7 +175,15 @@ class JobRun:
             where, coordinator.token, coordinator.certificate, self._job.plane, master, port
         )
 
-    def _request(self, world: WorldEnvironment, client: Client, options: dict[str, object]) -> LaunchRequest:
+    def _start_agent(self, launcher: Launcher) -> AgentLink | None:
+        """Start the agent of this host, if all ranks are its."""
+        if isinstance(launcher, LocalLauncher) and self._job.source is None:
+            return launcher.start_agent(stdin=self._job.stdin)
+        return None
+
+    def _request(
+        self, world: WorldEnvironment, client: Client, options: dict[str, object], agent: AgentLink | None
+    ) -> LaunchRequest:
         job = self._job
         return LaunchRequest(
             world,
@@ -178,6 +192,7 @@ class JobRun:
             size=0 if job.source is not None else job.size,
             hosts=job.host_list,
             options=options,
+            agent=agent,
         )
 
     def _start(self, ranks: Sequence[int]) -> None:

@@ -19,8 +19,9 @@ from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.codec import FrameDecoder, encode_frame
 from hvdlab.collectives.settings import WorldEnvironment
 from hvdlab.launch.host_agent import wire
+from hvdlab.launch.host_agent.connection import AgentLink
 from hvdlab.launch.host_agent.starter import ExecStarter
-from hvdlab.launch.hosts import Host
+from hvdlab.launch.hosts import LOCALHOST, Host
 from hvdlab.launch.starter import Ended, LaunchRequest, Started
 from support.effort import examples
 from support.fuzz.protocol import make, run, spoil
@@ -132,6 +133,39 @@ def test_ranks_that_come_back_one_by_one_share_the_cores_with_those_to_come(
     assert {ended.get(timeout=PATIENCE).rank for _ in range(4)} == {0, 1, 2, 3}
     starter.start_on("far", (2,), 4)
     assert transport.connected[1].first_order().threads == 4
+
+
+def test_an_agent_that_was_started_beforehand_is_the_first_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, transport: Listeners, ended: SimpleQueue[Ended]
+) -> None:
+    beforehand, next_one = Listener(), Listener()
+
+    def start_next(host: str, python: str, *, stdin: bool, errors: IO[bytes]) -> AgentLink:
+        errors.close()
+        return AgentLink(host, next_one)
+
+    monkeypatch.setattr(transport, "is_here", lambda host: host == LOCALHOST)
+    monkeypatch.setattr(AgentLink, "local", start_next)
+    request = LaunchRequest(WorldEnvironment("tls:10.0.0.1:1", "token"), cast(Any, None), module="m")
+    starter = ExecStarter(
+        request,
+        SimpleNamespace(handle=ended.put),
+        (Host("far", 1), Host(LOCALHOST, 1)),
+        transport=transport,
+        python="python",
+        agent=AgentLink(LOCALHOST, beforehand),
+    )
+    starter.start((0, 1), 2)
+    assert transport.connected[0].first_order().coordinator == "tls:10.0.0.1:1"
+    assert isinstance(beforehand.next_order(), wire.Start)
+    order = beforehand.next_order()
+    assert isinstance(order, wire.Spawn)
+    assert [spec.rank for spec in order.ranks] == [1]
+    beforehand.lose()
+    assert ended.get(timeout=PATIENCE).rank == 1
+    starter.start_on(LOCALHOST, (1,), 2)
+    assert isinstance(next_one.next_order(), wire.Start)
+    starter.close(0.0)
 
 
 def test_start_that_reaches_not_all_hosts_orders_no_rank(

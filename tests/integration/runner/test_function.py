@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import hvdlab
@@ -204,6 +205,13 @@ def test_wrong_calls(run, arguments: dict[str, Any], error: type[Exception]) -> 
         run(lambda: 1, **arguments)
     with pytest.raises(InvalidRequestError, match="calls a function"):
         run(3)
+
+
+def test_a_coordinator_that_can_not_be_started_leaves_no_agent(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "much")
+    with pytest.raises(InvalidRequestError, match="HOROVOD_FUSION_THRESHOLD"):
+        run(lambda: 1, np=2)
+    assert not psutil.Process().children(recursive=True)
 
 
 def test_from_another_thread(run) -> None:

@@ -28,7 +28,6 @@ from hvdlab.collectives.errors import ProtocolError, StartError
 from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.collectives.settings import data_plane_address, host_directory_variable, thread_counts
 from hvdlab.collectives.system import adopt_orphans, interface_address, living_children
-from hvdlab.launch.forkserver.client import ForkServer
 from hvdlab.launch.forkserver.messages import Exited, Fork, Forked, ForkFailed, FromServer, Signal
 from hvdlab.launch.host_agent import wire
 from hvdlab.launch.host_agent.rank_process import Child, SpawnError, spawn
@@ -69,6 +68,9 @@ class ForkedRanks:
         #: Whether a rank was forked; guarded by the lock.
         self._useful = False
         self._lock = threading.Lock()
+        # Here, since most agents have no fork server, and each starts faster without the modules that speak to one.
+        from hvdlab.launch.forkserver.client import ForkServer
+
         self._server = ForkServer.start(program)
         self._server.listen(self._hear, self._server_lost)
 

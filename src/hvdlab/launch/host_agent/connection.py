@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Protocol
 
+from hvdlab.collectives.errors import StartError
 from hvdlab.collectives.protocol.codec import FrameDecoder
 from hvdlab.collectives.system import HOST_VARIABLE
 from hvdlab.launch.command import exported
@@ -23,6 +24,11 @@ _NO_MODULE = re.compile(r"No module named '?([\w.]+)")
 _NO_PROGRAM = re.compile(r"execve\(\)|No such file or directory|command not found|not found$")
 _EXIT_CODE = re.compile(r"srun: (?:error: )?\S+: tasks? \S+: (?:Exited|Killed|Terminated)")
 """srun's last line, which says no more than its exit code."""
+
+
+def agent_error(host: str, error: OSError) -> StartError:
+    """Return the error of an agent whose program, or the program that reaches its host, can't be run."""
+    return StartError(f"the agent of {host} could not be started: `{error.filename}`: {error.strerror}")
 
 
 class AgentConnection(Protocol):

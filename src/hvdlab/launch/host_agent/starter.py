@@ -19,12 +19,12 @@ import traceback
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from hvdlab.collectives.errors import ProtocolError, StartError
+from hvdlab.collectives.errors import ProtocolError
 from hvdlab.collectives.settings import own_environment
 from hvdlab.collectives.system import HostPosition, host_position
 from hvdlab.launch.command import FOREIGN, default_python
 from hvdlab.launch.host_agent import wire
-from hvdlab.launch.host_agent.connection import AgentLink, HostTransport
+from hvdlab.launch.host_agent.connection import AgentLink, HostTransport, agent_error
 from hvdlab.launch.hosts import Host, assign
 from hvdlab.launch.processes import OutputTail, describe_exit
 from hvdlab.launch.starter import ENDED_WITH_JOB, Ended, RankObserver, Started, StartRequest, require_running
@@ -47,6 +47,7 @@ class ExecStarter:
         launches_ranks: Whether the started processes are the ranks themselves, which get their place in the job by
             variables; otherwise they are programs that start the ranks.
         directory: Working directory of the ranks; empty for this process's own at the time.
+        agent: An agent of this host that has no orders yet, if one was started beforehand. It is the first agent of this host.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class ExecStarter:
         python: str,
         launches_ranks: bool = True,
         directory: str = "",
+        agent: AgentLink | None = None,
     ) -> None:
         self._request, self._ranks = request, ranks
+        #: The agent that was started beforehand, until it has orders; guarded by the lock.
+        self._agent = agent
         self._hosts, self._transport, self._python = tuple(hosts), transport, python
         self._launches_ranks, self._directory = launches_ranks, directory
         self._lock = threading.Lock()
@@ -193,21 +197,12 @@ class ExecStarter:
     def _connect(self, host: str, ranks: Sequence[int]) -> AgentLink:
         """Start the agent of a host; ``ranks`` are all ranks that the host will have. The caller holds the lock."""
         program, here = self._request.program, self._transport.is_here(host)
-        # For a program, the standard error of the shell that reaches a host belongs on the terminal of the program.
-        errors = None if program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
         most = max(len(ranks), self._most.get(host, 0))
         stdin = here and program is not None and program.stdin and 0 in ranks
-        try:
-            if here:
-                link = AgentLink.local(host, self._python, stdin=stdin, errors=errors)
-            else:
-                link = AgentLink(host, self._transport.connect(host, self._python, errors))
-        except OSError as error:
-            if errors is not None:
-                errors.close()
-            raise StartError(
-                f"the agent of {host} could not be started: `{error.filename}`: {error.strerror}"
-            ) from error
+        if here and self._agent is not None:
+            link, self._agent = self._agent, None
+        else:
+            link = self._start_agent(host, here, stdin)
         variables = {**self._transport.variables(host), **(program.environment if program else {})}
         command = program.command if program else (self._python, "-m", self._request.module)
         # The path of this host's interpreter may not exist there: each agent puts its own in place of the
@@ -232,6 +227,18 @@ class ExecStarter:
         self._links[host] = link
         self._new.append(link)
         return link
+
+    def _start_agent(self, host: str, here: bool, stdin: bool) -> AgentLink:
+        # For a program, the standard error of the shell that reaches a host belongs on the terminal of the program.
+        errors = None if self._request.program else tempfile.TemporaryFile()  # noqa: SIM115  (belongs to the link)
+        try:
+            if here:
+                return AgentLink.local(host, self._python, stdin=stdin, errors=errors)
+            return AgentLink(host, self._transport.connect(host, self._python, errors))
+        except OSError as error:
+            if errors is not None:
+                errors.close()
+            raise agent_error(host, error) from error
 
     def _spec(
         self, rank: int, size: int, where: HostPosition, host: str, variables: Mapping[str, str] | None = None

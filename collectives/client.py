@@ -210,7 +210,14 @@ class Client:
 
     # -- cells ----------------------------------------------------------------------------------------------------
 
-    def cell_started(self, cell: str, ranks: Sequence[int], *, label: str = "") -> None:
+    def cell_started(
+        self,
+        cell: str,
+        ranks: Sequence[int],
+        *,
+        label: str = "",
+        mail: Sequence[tuple[str, bytes, Sequence[int]]] = (),
+    ) -> None:
         """Report to the coordinator that a cell is about to be sent to these ranks. Does not wait.
 
         The coordinator knows the cell before it forwards mail that is sent afterwards: it handles the messages of a connection in order.
@@ -220,13 +227,17 @@ class Client:
             cell: The cell's id.
             ranks: The ranks that get it.
             label: The cell's name for users.
+            mail: Topic, body and ranks of mail that follows, such as the cell itself; a short one leaves in the same system call.
 
         Raises:
             CoordinatorLostError: The connection ended.
+            ProtocolError: Mail is too large; everything else was sent.
         """
         if label:
             self.label_cell(cell, label)
-        self._send(m.CellStarted(cell, tuple(ranks)))
+        self._send(
+            m.CellStarted(cell, tuple(ranks)), *(m.Post(topic, body, tuple(to)) for topic, body, to in mail)
+        )
 
     def label_cell(self, cell: str, label: str) -> None:
         """Set the name under which :attr:`recording` shows a cell.
@@ -579,11 +590,11 @@ class Client:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def _send(self, message: m.Message) -> None:
+    def _send(self, *messages: m.Message) -> None:
         if self._lost:
             raise CoordinatorLostError(self._lost)
         try:
-            self._connection.send(message)
+            self._connection.send(messages)
         except ConnectionLost as error:
             raise CoordinatorLostError(str(error)) from error
 
@@ -809,9 +820,9 @@ class ClientConnection:
 
     # -- any thread -----------------------------------------------------------------------------------------------
 
-    def send(self, message: m.Message) -> None:
-        """Send a message. Raises :class:`ConnectionLost`."""
-        if not self._endpoint.send(message):
+    def send(self, messages: Sequence[m.Message]) -> None:
+        """Send messages, in order. Raises :class:`ConnectionLost`."""
+        if not self._endpoint.send_all(messages):
             self.wake()  # the thread has to watch for room
 
     def wake(self) -> None:

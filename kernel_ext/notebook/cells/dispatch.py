@@ -723,9 +723,9 @@ class CellDispatcher:
             return
         with contextlib.suppress(CoordinatorLostError):
             # Over one connection and in this order: the coordinator knows it before any rank can be ahead of the others in a collective.
-            self._client.cell_started(run.order.cell, ranks, label=run.order.label)
-            for order, those in run.orders(ranks, discards=self._take_discards(ranks)):
-                self._client.post(TO_RANK, encode(order), those)
+            orders = run.orders(ranks, discards=self._take_discards(ranks))
+            mail = [(TO_RANK, encode(order), those) for order, those in orders]
+            self._client.cell_started(run.order.cell, ranks, label=run.order.label, mail=mail)
 
     def _take_discards(self, ranks: Collection[int]) -> tuple[str, ...]:
         """Return the cells that these ranks can discard with the next one. If its message is lost, :meth:`resync` has them discarded."""

@@ -40,8 +40,17 @@ class Said:
     def membership(self) -> Membership:
         return Membership()
 
-    def cell_started(self, cell: str, ranks: Sequence[int], *, label: str = "") -> None:
+    def cell_started(
+        self,
+        cell: str,
+        ranks: Sequence[int],
+        *,
+        label: str = "",
+        mail: Sequence[tuple[str, bytes, Sequence[int]]] = (),
+    ) -> None:
         self.said.append(("cell started", tuple(ranks)))
+        for piece in mail:
+            self.post(*piece)
 
     def post(self, topic: str, body: bytes, to: Sequence[int]) -> None:
         payload = decode_to_rank(body)

@@ -208,10 +208,11 @@ def test_wrong_calls(run, arguments: dict[str, Any], error: type[Exception]) -> 
 
 
 def test_a_coordinator_that_can_not_be_started_leaves_no_agent(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = set(psutil.Process().children())
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "much")
     with pytest.raises(InvalidRequestError, match="HOROVOD_FUSION_THRESHOLD"):
         run(lambda: 1, np=2)
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children()) <= others
 
 
 def test_from_another_thread(run) -> None:

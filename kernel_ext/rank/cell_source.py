@@ -14,9 +14,11 @@ import linecache
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from IPython.core.compilerop import CachingCompiler
+from IPython.core.inputtransformer2 import TransformerManager
 
 from hvdlab.collectives.text import register_label
 
@@ -71,8 +73,8 @@ def label_of(filename: str) -> str:
 class StaticTransforms:
     """IPython's transformers of a cell's text, which are called once for a source that comes again.
 
-    They turn magics and prompts into Python and depend on the text alone. They tokenize it in Python, which is the larger part of what a
-    rank does for a short cell; a script that calls ``pool.run`` in a loop sends the same source each time. Where the user has added,
+    They turn magics and prompts into Python and depend on the text alone. They tokenize it in Python, which was the larger part of a rank's
+    work for a short cell; a script that calls ``pool.run`` in a loop sends the same source each time. Where the user has added,
     removed or replaced a transformer, which may count its calls or look around, all are called each time.
 
     Args:
@@ -82,27 +84,22 @@ class StaticTransforms:
     def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._transform: Callable[[str], str] = manager.transform_cell
-        self._original = self._transformers()
-        #: Sources to their texts as Python, the least recently used first.
-        self._known: dict[str, str] = {}
-
-    def _transformers(self) -> tuple[list[Any], ...]:
-        manager = self._manager
-        return [*manager.cleanup_transforms], [*manager.line_transforms], [*manager.token_transformers]
+        self._transform_once = lru_cache(MOST_KNOWN)(self._transform)
+        # Not the manager's own: a startup file of the user's has perhaps changed them.
+        self._original = _transformers(TransformerManager())
 
     def transform_cell(self, cell: str) -> str:
-        """Return the cell as Python.
+        """Return the cell as Python. Any thread.
 
         Raises:
             SyntaxError: A transformer refuses the text.
         """
-        if self._transformers() != self._original or len(cell) > LONGEST_KNOWN:
-            return self._transform(cell)
-        known = self._known.pop(cell, None)
-        self._known[cell] = text = self._transform(cell) if known is None else known
-        if len(self._known) > MOST_KNOWN:
-            del self._known[next(iter(self._known))]
-        return text
+        known = len(cell) <= LONGEST_KNOWN and _transformers(self._manager) == self._original
+        return self._transform_once(cell) if known else self._transform(cell)
+
+
+def _transformers(manager: Any) -> tuple[list[Any], ...]:
+    return [*manager.cleanup_transforms], [*manager.line_transforms], [*manager.token_transformers]
 
 
 class CellCompiler(CachingCompiler):

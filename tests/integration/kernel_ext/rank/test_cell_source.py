@@ -74,17 +74,22 @@ def test_a_source_that_comes_again_is_transformed_once(source: str) -> None:
     assert manager.tokenized == 1
 
 
-def test_a_users_transformer_is_called_for_each_cell() -> None:
+@pytest.mark.parametrize("from_the_start", [True, False])
+def test_a_users_transformer_is_called_for_each_cell(from_the_start: bool) -> None:
     manager = CountedTransforms()
-    transforms = StaticTransforms(manager)
-    transforms.transform_cell("x = 1")
     calls = []
 
     def number(lines: list[str]) -> list[str]:
         calls.append(lines)
         return [f"call = {len(calls)}\n", *lines]
 
-    manager.cleanup_transforms.append(number)
+    if from_the_start:
+        manager.cleanup_transforms.append(number)
+        transforms = StaticTransforms(manager)
+    else:
+        transforms = StaticTransforms(manager)
+        transforms.transform_cell("x = 1")
+        manager.cleanup_transforms.append(number)
     texts = [transforms.transform_cell("x = 1") for _ in range(2)]
     manager.cleanup_transforms.remove(number)
     assert texts == ["call = 1\nx = 1\n", "call = 2\nx = 1\n"]

@@ -104,16 +104,19 @@ def test_callbacks_get_the_present_membership_and_each_new_one(
     assert thread is not threading.current_thread()
 
 
-def test_a_cell_is_known_before_mail_that_is_sent_after_it_arrives(
-    coordinator: CoordinatorProcess, client: Client
+@pytest.mark.parametrize("together", [True, False])
+def test_a_cell_is_known_before_mail_that_is_sent_with_it_or_after_it_arrives(
+    coordinator: CoordinatorProcess, client: Client, together: bool
 ) -> None:
     client.expect([0, 1])
     ranks = [join(coordinator, rank, tracked=True) for rank in (0, 1)]
     client.wait_for(lambda now: now.complete, PATIENCE)
     definition = m.Definition(0, m.Signature(0, "x", 8, 1, (1,)), "")
     for number in range(50):
-        client.cell_started(str(number), [0, 1])
-        client.post("cell", b"", [0, 1])
+        mail = "cell", b"", [0, 1]
+        client.cell_started(str(number), [0, 1], mail=[mail] if together else ())
+        if not together:
+            client.post(*mail)
         for rank in ranks:
             wait_for(rank, m.Mail)
             rank.send(m.Announce(0, 1, (0,), (definition,)))  # before its CellBegin: none is taken for idle

@@ -801,3 +801,29 @@ def test_exit_ends_process_where_no_thread_can_start(sent: Sent, monkeypatch: py
         ExitFlush(capture, cast(EngineMail, None))._leave(3)
     capture.close()
     assert ended == [3]
+
+
+def test_output_of_an_earlier_cell_comes_before_the_end_of_the_cell_that_ran_meanwhile() -> None:
+    mails: list[Any] = []
+    # Not started: no thread but this one sends.
+    capture = OutputQueue(PostingEngine(lambda topic, body: mails.append(codec.decode_to_pool(body))))
+
+    def write_late() -> None:
+        set_current_cell("first")
+        capture.write("stdout", "late")
+
+    for cell in ("first", "second"):
+        capture.sent.register(cell)
+        capture.begin_cell(cell)
+        if cell == "second":
+            writer = threading.Thread(target=write_late)
+            writer.start()
+            writer.join(PATIENCE)
+        capture.finish(CellDone(cell, None, 0.0))
+    assert [(type(mail), mail.cell) for mail in mails] == [
+        (CellDone, "first"),
+        (Late, "first"),
+        (CellDone, "second"),
+    ]
+    capture.start()
+    capture.close()

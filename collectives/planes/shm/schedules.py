@@ -40,6 +40,9 @@ from hvdlab.collectives.planes.shm.layout import ChunkSlice, cut, slice_bounds
 from hvdlab.collectives.reduce import Fold
 from hvdlab.collectives.types import Reduction
 
+FEW_PARTS = 4
+"""Parts of tensors in one slice that a member reduces one by one; more of them it first puts together."""
+
 
 class PipelineStage(IntEnum):
     """Part of a step: fill this member's slot, fold a slice of all slots, take from all slots."""
@@ -146,7 +149,7 @@ class SlicedReduction:
     """Allreduce in which each member reduces a slice of every chunk for all; any number of members, any fold.
 
     The result of a slice goes into the slot of the member that reduced it, in the place where no other member looks for
-    that one's input.
+    that one's input. So a member never puts its own slice there: it reads that from its input when it reduces it.
     """
 
     def __init__(
@@ -165,6 +168,8 @@ class SlicedReduction:
         # Slices in whole cache lines, at which slots begin: where a member writes its result into its slot, no other member reads
         # from the same line for a slice of its own.
         self._grain = max(1, 64 // ins[0].itemsize)
+        #: Bounds of the slices by the elements of a chunk: nearly all chunks are equally long.
+        self._bounds_of: dict[int, list[int]] = {}
         self._scratch = np.empty(0, ins[0].dtype)
 
     @property
@@ -172,43 +177,48 @@ class SlicedReduction:
         return len(self._chunks)
 
     def _bounds(self, pieces: list[ChunkSlice]) -> list[int]:
-        return slice_bounds(pieces[-1].at + pieces[-1].length, self._members, self._grain)
+        length = pieces[-1].at + pieces[-1].length
+        bounds = self._bounds_of.get(length)
+        if bounds is None:
+            bounds = self._bounds_of[length] = slice_bounds(length, self._members, self._grain)
+        return bounds
 
     def fill(self, step: int, slots: StepViews) -> None:
         own, pieces = slots[self._index], self._chunks[step]
-        if len(pieces) > 1:
-            for buffer, start, at, length in pieces:
-                own[at : at + length] = self._ins[buffer][start : start + length]
-            return
-        # This member's own slice is read from the input when it is reduced.
-        bounds = self._bounds(pieces)
-        before, after = bounds[self._index], bounds[self._index + 1]
-        source = self._ins[pieces[0].buffer][pieces[0].start : pieces[0].start + pieces[0].length]
-        if before:
-            own[:before] = source[:before]
-        if after < len(source):
-            own[after : len(source)] = source[after:]
-
-    def fold(self, step: int, slots: StepViews) -> None:
-        pieces = self._chunks[step]
         bounds = self._bounds(pieces)
         lo, hi = bounds[self._index], bounds[self._index + 1]
-        if lo == hi:
-            return
-        sources = [slot[lo:hi] for slot in slots]
-        own = sources[self._index]
-        if len(pieces) == 1:
-            start = pieces[0].start
-            sources[self._index] = self._ins[pieces[0].buffer][start + lo : start + hi]
-            # Straight into the place that fill() has left out: no member reads it before this one posts ``reduced``.
-            self._fold(sources, own, self._prescale, self._postscale)
-            return
-        # A fold may not overwrite a source that it has not read yet, so it can't write into this member's slot directly.
+        for buffer, start, at, length in pieces:
+            source, end = self._ins[buffer], at + length
+            if at < lo:
+                stop = min(end, lo)
+                own[at:stop] = source[start : start + stop - at]
+            if end > hi:
+                begin = max(at, hi)
+                own[begin:end] = source[start + begin - at : start + length]
+
+    def fold(self, step: int, slots: StepViews) -> None:
+        bounds = self._bounds(self._chunks[step])
+        lo, hi = bounds[self._index], bounds[self._index + 1]
+        own = slots[self._index]
+        # Straight into the place that fill() has left out: no member reads it before this one posts ``reduced``.
+        for at, mine in self._inputs(self._chunks[step], lo, hi):
+            end = at + len(mine)
+            sources = [slot[at:end] for slot in slots]
+            sources[self._index] = mine
+            self._fold(sources, own[at:end], self._prescale, self._postscale)
+
+    def _inputs(self, pieces: list[ChunkSlice], lo: int, hi: int) -> list[tuple[int, HostArray]]:
+        """Return this member's input between two elements of a chunk, in parts, each with its first element within the chunk."""
+        parts = []
+        for buffer, start, at, length in pieces:
+            begin, end = max(at, lo), min(at + length, hi)
+            if begin < end:
+                parts.append((begin, self._ins[buffer][start + begin - at : start + end - at]))
+        if len(parts) <= FEW_PARTS:
+            return parts
         if len(self._scratch) < hi - lo:
-            self._scratch = np.empty(hi - lo, own.dtype)
-        result = self._scratch[: hi - lo]
-        self._fold(sources, result, self._prescale, self._postscale)
-        own[:] = result
+            self._scratch = np.empty(hi - lo, self._ins[0].dtype)
+        return [(lo, np.concatenate([part for _, part in parts], out=self._scratch[: hi - lo]))]
 
     def take(self, step: int, slots: StepViews) -> None:
         pieces = self._chunks[step]

@@ -6,17 +6,22 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.shm.schedules import (
+    FEW_PARTS,
     PipelineStage,
+    SlicedReduction,
     ahead_of_three,
     ahead_of_two,
     three_stages,
     two_stages,
 )
+from hvdlab.collectives.reduce import make_fold
+from hvdlab.collectives.types import SUM, DType, ReduceOp
 
 ARRIVED, REDUCED = 0, 1
 
@@ -138,3 +143,29 @@ def test_each_stage_of_each_step_comes_once_and_in_order(steps: int, ahead: int)
         place = {event: i for i, event in enumerate(order)}
         for step in range(steps):
             assert place[PipelineStage.FILL, step] < place[PipelineStage.TAKE, step]
+
+
+@given(
+    st.integers(2, 5),
+    st.lists(st.integers(0, 90) | st.just(200), min_size=1, max_size=4 * FEW_PARTS).filter(any),
+    st.booleans(),
+)
+def test_slices_of_many_tensors_are_reduced_as_numpy_does(
+    members: int, lengths: list[int], in_place: bool
+) -> None:
+    """Every member's buffers meet in chunks of 64 elements, whose slices are of several tensors, of one, or empty."""
+    chunk, random = 64, np.random.default_rng(sum(lengths))
+    ins = [[random.normal(size=n).astype(np.float32) for n in lengths] for _ in range(members)]
+    right = [ins[0][i].copy() for i in range(len(lengths))]
+    for other in ins[1:]:
+        right = [total + tensor for total, tensor in zip(right, other, strict=True)]
+    outs = ins if in_place else [[np.full(n, np.nan, np.float32) for n in lengths] for _ in range(members)]
+    fold, slots = make_fold(DType.F32, ReduceOp.SUM), tuple(np.full((members, chunk), np.nan, np.float32))
+    parts = [SlicedReduction(ins[m], outs[m], m, members, chunk, fold, SUM) for m in range(members)]
+    for step in range(parts[0].steps):
+        for stage in (SlicedReduction.fill, SlicedReduction.fold, SlicedReduction.take):
+            for part in parts:
+                stage(part, step, slots)
+    for mine in outs:
+        for found, expected in zip(mine, right, strict=True):
+            assert np.array_equal(found, expected)

@@ -5,6 +5,7 @@ Besides, the few calls to Linux for which Python has no function, and NVIDIA's m
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # CPython's module below ``signal``, which typeshed leaves out
 import contextlib
 import ctypes
 import errno
@@ -19,10 +20,11 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hvdlab.collectives.errors import InvalidRequestError, StartError
@@ -34,6 +36,25 @@ _SET_NAME = 15
 _SET_CHILD_SUBREAPER = 36
 
 logger = logging.getLogger(__name__)
+
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+"""Handler of a signal; ``None`` stands for one that was not set by Python."""
+
+
+def signal_handler(number: int) -> Handler:
+    """Return the handler of a signal, as :func:`signal.getsignal` does.
+
+    That looks for a member of an enum that is equal to the handler. Of a rank's time for an empty cell this was a fourteenth.
+    """
+    handler: Handler = _signal.getsignal(number)
+    return handler
+
+
+def set_signal_handler(number: int, handler: Handler) -> Handler:
+    """Set the handler of a signal and return the one before, as :func:`signal.signal` does. Main thread only."""
+    before: Handler = _signal.signal(number, handler)
+    return before
 
 
 @cache

@@ -127,12 +127,17 @@ class CellCompiler(CachingCompiler):
             The file name that the code will be compiled under.
         """
         name = f"<cell {label}>"
-        known = self._names.setdefault(name, source)
-        if known != source:  # another notebook, or a restarted one, has the same numbers
+        known = self._names.get(name)
+        if (
+            known is not None and known != source
+        ):  # another notebook, or a restarted one, has the same numbers
             name = f"<cell {label} #{hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
-            self._names[name] = source
+            known = self._names.get(name)
         self._source, self._name, self._lines = source, name, lines
-        self._introduce(name)
+        # Not for a cell that comes again, such as that of a script which calls ``pool.run`` in a loop.
+        if known != source:
+            self._names[name] = source
+            self._introduce(name)
         if file:
             self.files[file] = name
         return name

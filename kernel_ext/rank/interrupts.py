@@ -41,6 +41,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.bindings.framework_hooks import must_return
 from hvdlab.collectives.engine.locked_state import LockedState
+from hvdlab.collectives.system import Handler, set_signal_handler, signal_handler
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -51,8 +52,6 @@ FIRST_RETRY = 0.005
 LAST_RETRY = 1.0
 HELD_AT_MOST = 1.0
 """Seconds after which an interrupt is raised wherever it is held."""
-
-Handler = Callable[[int, FrameType | None], Any] | int
 
 
 class HoldsInterrupts(Protocol):
@@ -171,17 +170,17 @@ class InterruptDelivery:
         self._insist.join()
         for number, previous in self._previous.items():
             # The user's code may have installed a handler of its own since, which stays.
-            if signal.getsignal(number) == self._on_signal:
-                signal.signal(number, previous)
+            if signal_handler(number) == self._on_signal:
+                set_signal_handler(number, previous)
         if self._hook is not None and sys.unraisablehook is self._hook:
             sys.unraisablehook = self._hook.args[0]
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, INTERRUPT_SIGNAL):
-            current = signal.getsignal(number)
+            current = signal_handler(number)
             if current != self._on_signal:
                 self._previous.setdefault(number, current if current is not None else signal.SIG_DFL)
-                signal.signal(number, self._on_signal)
+                set_signal_handler(number, self._on_signal)
 
     def _take_hook(self) -> None:
         if self._hook is None or sys.unraisablehook is not self._hook:

@@ -32,17 +32,17 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class HandlerTable:
-    """Table of a class's methods that handle messages, by the exact class of the message. It is filled in the class's body."""
+    """Table of a class's methods that handle messages or events, by the exact class of each. It is filled in the class's body."""
 
     def __init__(self) -> None:
-        self._methods: dict[type[Payload], Callable[..., Any]] = {}
+        self._methods: dict[type[object], Callable[..., Any]] = {}
 
     @property
-    def kinds(self) -> frozenset[type[Payload]]:
+    def kinds(self) -> frozenset[type[object]]:
         """Return the classes of messages that have a method."""
         return frozenset(self._methods)
 
-    def handles(self, *kinds: type[Payload]) -> Callable[[Method], Method]:
+    def handles(self, *kinds: type[object]) -> Callable[[Method], Method]:
         """Return a decorator that enters a method for messages of these classes."""
 
         def enter(method: Method) -> Method:
@@ -53,15 +53,18 @@ class HandlerTable:
 
         return enter
 
-    def call(self, owner: object, message: Payload, *arguments: object) -> Any:
+    def call(self, owner: object, message: object, *arguments: object) -> Any:
         """Call the method for a message, and return its result.
 
         Args:
             owner: The object whose method it is.
-            message: The message, which the method gets last.
-            arguments: The method gets these before it.
+            message: The message or event.
+            arguments: The method gets these after it.
+
+        Raises:
+            KeyError: No method handles this class.
         """
-        return self._methods[type(message)](owner, *arguments, message)
+        return self._methods[type(message)](owner, message, *arguments)
 
 
 READY = "hvdlab.pool.ready"

@@ -17,7 +17,6 @@ survived are no failure of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import singledispatchmethod
 
 from hvdlab.collectives.text import format_ranks
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
@@ -52,6 +51,7 @@ from hvdlab.kernel_ext.notebook.cells.stall_report import ANSWER_WITHIN, SEEN_WI
 from hvdlab.kernel_ext.notebook.elastic import Bounds, Participants, UnsyncedRank
 from hvdlab.kernel_ext.notebook.output.stack_text import grouped
 from hvdlab.kernel_ext.wire.cells import ACK_BYTES, CellDone, Chunk, Display
+from hvdlab.kernel_ext.wire.channel import HandlerTable
 
 PATIENCE = 1.7
 """Seconds after an interrupt until a line names the ranks that have not answered: we promise users that within two."""
@@ -171,6 +171,8 @@ class CellState:
         finished: True once :class:`Finished` was returned; later events have no effect.
     """
 
+    _events = HandlerTable()
+
     def __init__(
         self,
         cell: str,
@@ -250,7 +252,7 @@ class CellState:
         """Take one event; returns the effects to carry out, in order. Events of ranks whose part has ended are ignored."""
         if self.finished:
             return []
-        effects = self._on(event, now)
+        effects: list[Effect] = self._events.call(self, event, now)
         if self._interrupts.gave_up:
             effects += self._give_up()
         if not self.running:
@@ -266,11 +268,7 @@ class CellState:
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    @singledispatchmethod
-    def _on(self, event: Event, now: float) -> list[Effect]:
-        raise TypeError(f"not an event of a cell: {event!r}")
-
-    @_on.register
+    @_events.handles(OutputArrived)
     def _output(self, event: OutputArrived, now: float) -> list[Effect]:
         if event.rank not in self.running:
             return []
@@ -282,7 +280,7 @@ class CellState:
             effects.append(SendAcknowledge(event.rank, event.total))
         return effects
 
-    @_on.register
+    @_events.handles(DoneArrived)
     def _rank_done(self, event: DoneArrived, now: float) -> list[Effect]:
         if event.rank not in self.running:
             return []
@@ -300,7 +298,7 @@ class CellState:
             self._failure = f"rank {event.rank} failed with {one_line(error)}"
         return [RankEnded(event.rank, event.done)]
 
-    @_on.register
+    @_events.handles(RankDied)
     def _rank_died(self, event: RankDied, now: float) -> list[Effect]:
         if event.rank not in self.running:
             return []
@@ -322,7 +320,7 @@ class CellState:
         self.ranks = tuple(other for other in self.ranks if other != rank)
         return [RankEnded(rank, None), Note(f"rank {rank} has left; nothing is lost by that")]
 
-    @_on.register
+    @_events.handles(RanksJoined)
     def _ranks_joined(self, event: RanksJoined, now: float) -> list[Effect]:
         participants, ranks = self._participants, [r for r in event.ranks if r not in self.running]
         if participants is None or not ranks:
@@ -341,14 +339,14 @@ class CellState:
         self._stalls.joined(ranks)
         return [*said, *map(RankBegan, ranks), Note(participants.joined(ranks, self.running))]
 
-    @_on.register
+    @_events.handles(RanksReleased)
     def _ranks_released(self, event: RanksReleased, now: float) -> list[Effect]:
         ranks = [rank for rank in event.ranks if rank in self.running]
         if self._participants is None or not ranks:
             return []
         return [Note(self._participants.leaving(ranks))]
 
-    @_on.register
+    @_events.handles(TakenOver)
     def _taken_over(self, event: TakenOver, now: float) -> list[Effect]:
         participants, leaving = self._participants, [rank for rank in event.leaving if rank in self.running]
         if participants is None:
@@ -367,7 +365,7 @@ class CellState:
             effects.append(Note(said, warning=True))
         return effects
 
-    @_on.register
+    @_events.handles(InterruptRequested)
     def _interrupt(self, event: InterruptRequested, now: float) -> list[Effect]:
         if not event.delay:
             return self._interrupt_ranks(now)
@@ -375,7 +373,7 @@ class CellState:
             self._interrupt_at = now + event.delay
         return []
 
-    @_on.register
+    @_events.handles(PoolReleased)
     def _pool_released(self, event: PoolReleased, now: float) -> list[Effect]:
         # A signal may be handled after the request that it precedes: interrupts that come later are dropped as well.
         self._released, self._interrupt_at = True, None
@@ -386,7 +384,7 @@ class CellState:
         self._stalls.hush()
         return self._interrupts.requested(self.running, now)
 
-    @_on.register
+    @_events.handles(DeadlineReached)
     def _time(self, event: DeadlineReached, now: float) -> list[Effect]:
         effects: list[Effect] = []
         # Before the limits: it ends the grace period, which would interrupt the same ranks a second time in this tick.
@@ -432,29 +430,29 @@ class CellState:
             effects += self._interrupts.time(self.running, now)
         return effects
 
-    @_on.register
+    @_events.handles(CollectiveStalled)
     def _stalled(self, event: CollectiveStalled, now: float) -> list[Effect]:
         return self._stalls.reported(event.stall, now)
 
-    @_on.register
+    @_events.handles(StackArrived)
     def _stack(self, event: StackArrived, now: float) -> list[Effect]:
         over = self._places.answered(event.rank, event.stack)
         return self._stalls.placed(self.running, now) if over else []
 
-    @_on.register
+    @_events.handles(ProcessSeen)
     def _process(self, event: ProcessSeen, now: float) -> list[Effect]:
         over = self._places.seen(event.rank, event.text)
         return self._stalls.placed(self.running, now) if over else []
 
-    @_on.register
+    @_events.handles(PromptAsked)
     def _asked(self, event: PromptAsked, now: float) -> list[Effect]:
         return []  # CellHandle gives it to its desk
 
-    @_on.register
+    @_events.handles(PromptCancelled)
     def _unasked(self, event: PromptCancelled, now: float) -> list[Effect]:
         return []  # CellHandle gives it to its desk
 
-    @_on.register
+    @_events.handles(AtPrompts)
     def _at_prompts(self, event: AtPrompts, now: float) -> list[Effect]:
         """Stop the clocks of the cell, apart from those of an interrupt, while a user answers."""
         if event.ranks and self._asking_since is None:
@@ -468,7 +466,7 @@ class CellState:
             self._stalls.put_off(now - since, now)
         return []
 
-    @_on.register
+    @_events.handles(PoolNews)
     def _pool_news(self, event: PoolNews, now: float) -> list[Effect]:
         # A pool sends news only when something was lost, was replaced or failed.
         return [Note(event.text, warning=True)]

@@ -791,22 +791,22 @@ class CellDispatcher:
             self._mail.call(self, payload, rank)
 
     @_mail.handles(Late)
-    def _take_late(self, rank: int, late: Late) -> None:
+    def _take_late(self, late: Late, rank: int) -> None:
         shown = partial(self.credit_late, rank, late)
         self._transcripts.late(rank, late.cell, late.chunks, shown)
 
     @_mail.handles(JoinedCell)
-    def _take_joined(self, rank: int, joined: JoinedCell) -> None:
+    def _take_joined(self, joined: JoinedCell, rank: int) -> None:
         self._newcomers.mark_joined(joined.cell, rank)
 
     @_mail.handles(PromptWithdrawn)
-    def _take_withdrawn(self, rank: int, withdrawn: PromptWithdrawn) -> None:
+    def _take_withdrawn(self, withdrawn: PromptWithdrawn, rank: int) -> None:
         run = self._runs.get(withdrawn.cell)
         if run is not None:
             run.handle.post(PromptCancelled(rank, withdrawn.number))
 
     @_mail.handles(PromptRequest)
-    def _take_prompt(self, rank: int, request: PromptRequest) -> None:
+    def _take_prompt(self, request: PromptRequest, rank: int) -> None:
         run = self._runs.get(request.cell)
         if run is not None:
             run.handle.post(PromptAsked(rank, request))
@@ -822,7 +822,7 @@ class CellDispatcher:
         return ("" if host == host_key() else host), time.monotonic_ns()
 
     @_mail.handles(Output, CellDone)
-    def _take_output(self, rank: int, payload: Output | CellDone) -> None:
+    def _take_output(self, payload: Output | CellDone, rank: int) -> None:
         run = self._runs.get(payload.cell)
         if run is None:
             return

@@ -16,6 +16,7 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Protocol
 
+from hvdlab.collectives.system import set_signal_handler
 from hvdlab.collectives.text import visible_lines
 from hvdlab.collectives.time_limits import MOST_WAIT, Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
@@ -344,11 +345,11 @@ class CellHandle:
         def on_sigint(signum: int, frame: FrameType | None) -> None:
             self.post(self._on_signal)
 
-        previous = signal.signal(signal.SIGINT, on_sigint)
+        previous = set_signal_handler(signal.SIGINT, on_sigint)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, previous)
+            set_signal_handler(signal.SIGINT, previous)
 
 
 def _passed(until: float | None) -> bool:

@@ -307,6 +307,7 @@ class Spool:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.size = 0
+        self._is_made = False  # whether the directory is perhaps there; most cells need none
 
     def text_file(self, rank: int) -> Path:
         """Return the file with a rank's output; there is none if it wrote nothing."""
@@ -319,6 +320,7 @@ class Spool:
             OSError: They could not be written, or not all of them. None of them is in the index then; nothing more
                 must be appended.
         """
+        self._is_made = True
         # No directories above these: once the pool's directory is removed, it must not come back.
         for directory in (self.directory.parent, self.directory):
             directory.mkdir(mode=0o700, exist_ok=True)
@@ -365,7 +367,8 @@ class Spool:
 
     def remove(self) -> None:
         """Delete the files."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._is_made:
+            shutil.rmtree(self.directory, ignore_errors=True)
         self.size = 0
 
     def _file(self, rank: int, kind: int) -> Path:
@@ -688,6 +691,8 @@ class TranscriptStore:
         self._directory, self._limit = directory, limit
         self._lock = threading.Lock()
         self._recorders: dict[str, CellRecorder] = {}
+        #: Those that run, or have output in memory: with hundreds of cells that print nothing, these are few.
+        self._in_memory: dict[str, CellRecorder] = {}
 
     def record(self, cell: str, label: str, ranks: Sequence[int], sinks: Sinks) -> CellRecorder:
         """Return the sink for a run that is about to begin; it shows the run on ``sinks``."""
@@ -695,7 +700,7 @@ class TranscriptStore:
         transcript = Transcript(cell, label, ranks, self._directory / name, self)
         recorder = CellRecorder(transcript, sinks)
         with self._lock:
-            self._recorders[cell] = recorder
+            self._recorders[cell] = self._in_memory[cell] = recorder
             self._forget_old()
         return recorder
 
@@ -720,6 +725,8 @@ class TranscriptStore:
         """Show output of a rank after the end of a cell; see :meth:`CellRecorder.late`. Output of a forgotten cell is dropped. Any thread."""
         with self._lock:
             recorder = self._recorders.get(cell)
+            if recorder is not None:
+                self._in_memory[cell] = recorder
         if recorder is None:
             shown()
         else:
@@ -729,6 +736,7 @@ class TranscriptStore:
         """Drop the recorder of a cell that did not begin, if it is kept."""
         with self._lock:
             self._recorders.pop(cell, None)  # the pool may have been stopped meanwhile
+            self._in_memory.pop(cell, None)
 
     def close(self) -> None:
         """Forget everything, files included."""
@@ -736,14 +744,22 @@ class TranscriptStore:
             recorder.transcript.remove()
         with self._lock:
             self._recorders.clear()
+            self._in_memory.clear()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _forget_old(self) -> None:
-        memory = sum(r.transcript.in_memory for r in self._recorders.values())
-        for cell, recorder in list(self._recorders.items()):
+        memory = 0
+        for cell, recorder in list(self._in_memory.items()):
+            memory += recorder.transcript.in_memory
+            if not recorder.transcript.running and not recorder.transcript.in_memory:
+                del self._in_memory[cell]
+        if len(self._recorders) <= KEPT_CELLS and memory <= KEPT_IN_MEMORY:
+            return
+        for cell in list(self._recorders):
             if len(self._recorders) <= KEPT_CELLS and memory <= KEPT_IN_MEMORY:
                 return
+            recorder = self._recorders[cell]
             in_memory = recorder.transcript.in_memory
             if not recorder.transcript.running and self._forget(cell):
                 memory -= in_memory
@@ -785,6 +801,7 @@ class TranscriptStore:
         finally:
             transcript.lock.release()
         del self._recorders[cell]
+        self._in_memory.pop(cell, None)
         return True
 
 

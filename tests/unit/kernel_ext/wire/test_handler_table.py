@@ -6,6 +6,8 @@ from typing import get_args
 
 import pytest
 
+from hvdlab.kernel_ext.notebook.cells.cell_events import Event
+from hvdlab.kernel_ext.notebook.cells.cell_state import CellState
 from hvdlab.kernel_ext.notebook.cells.dispatch import CellDispatcher
 from hvdlab.kernel_ext.rank.agent import RankAgent
 from hvdlab.kernel_ext.wire.channel import HandlerTable, Payload, RankReply, RankRequest
@@ -22,6 +24,10 @@ def test_a_pool_handles_every_message_of_a_rank() -> None:
     assert CellDispatcher._mail.kinds == set(get_args(ToPool)) - replies
 
 
+def test_a_cell_handles_every_event() -> None:
+    assert CellState._events.kinds == set(get_args(Event))
+
+
 def test_a_rank_s_main_thread_answers_requests_alone() -> None:
     assert all(issubclass(kind, RankRequest) for kind in RankAgent._main.kinds)
 
@@ -31,7 +37,7 @@ def test_a_message_goes_to_the_method_for_its_class() -> None:
         table = HandlerTable()
 
         @table.handles(AskNames, AskStack)
-        def handle(self, rank: int, message: Payload) -> tuple[int, Payload]:
+        def handle(self, message: Payload, rank: int) -> tuple[int, Payload]:
             return rank, message
 
     assert Handler.table.call(Handler(), AskNames(1), 3) == (3, AskNames(1))

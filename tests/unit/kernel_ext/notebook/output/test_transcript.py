@@ -246,6 +246,19 @@ def test_cell_that_is_shown_makes_no_room_and_next_one_does(
     assert [one.transcript.cell for one in kept.all()] == ["c0", "c2", "c3"]
 
 
+def test_late_output_of_cells_that_printed_nothing_before_their_end_counts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transcript_module, "KEPT_IN_MEMORY", 250)
+    kept = TranscriptStore(tmp_path / "output")
+    for number in range(4):
+        kept.record(f"c{number}", f"[{number}]", (0,), Seen()).transcript.finish(Ending())
+    for number in range(3):
+        kept.late(0, f"c{number}", (Stream("stdout", "m" * 100),), lambda: None)
+    kept.record("c4", "[4]", (0,), Seen())
+    assert [one.transcript.cell for one in kept.all()] == ["c1", "c2", "c3", "c4"]
+
+
 def test_nothing_is_made_where_the_pool_is_gone(tmp_path: Path) -> None:
     kept = TranscriptStore(tmp_path / "removed" / "output")
     recorder = kept.record("c", "[1]", (0,), Seen())

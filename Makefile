@@ -103,8 +103,8 @@ chaos: $(INSTALLED) ## a thousand faults on real pools, and a thousand changes o
 hours: $(INSTALLED) ## random schedules of elastic jobs on a simulated clock for an hour, added to those of before; HOURS_ARGS="--minutes 600" for longer
 	$(BIN)/python benchmarks/simulated_hours.py $(or $(HOURS_ARGS),--minutes 60) --page docs/reference/faults.md
 
-kills: $(INSTALLED) ## a random rank is killed a thousand times every 60 steps, and every 15, while a model trains: six to seven hours
-	$(BIN)/python benchmarks/kills.py --kills 1000 --json benchmarks/results/kills.json --page docs/reference/faults.md
+kills: $(INSTALLED) ## a random rank is killed a hundred times every 60 steps, and every 15, while a model trains, and added to those of before: 40 minutes
+	$(BIN)/python benchmarks/kills.py --kills 100 --seed $(or $(SEED),$(shell date +%s)) --add --json benchmarks/results/kills.json --page docs/reference/faults.md
 
 figures: $(INSTALLED) ## costs of views and inspection, measured on this machine while it is idle: a quarter of an hour
 	$(BIN)/python benchmarks/quiet.py

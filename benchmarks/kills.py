@@ -3,6 +3,7 @@
 ::
 
     python benchmarks/kills.py --kills 1000 --json benchmarks/results/kills.json --page docs/reference/faults.md
+    python benchmarks/kills.py --kills 100 --seed 2 --json benchmarks/results/kills.json --add     # a hundred more
     python benchmarks/kills.py --kills 5 --steps 100 --every 60           # a rehearsal
 
 A language model of one transformer layer trains on three ranks of ``hvdlab run --min-np 1 --preload torch``, and commits its state
@@ -12,6 +13,9 @@ about a second: 60 and 15 of them are the published intervals of 60 and 15 secon
 intervals are in the same ratio to them; the start of a process is not shorter, so it lasts for more steps than it would.
 In each step a rank waits for most of its length, as it would for an accelerator: ranks that computed all the time would share the
 cores, so that a step would be faster while one of them is missing.
+
+A thousand kills take hours, so they may be made in several runs, each with a seed of its own: ``--add`` keeps the rows that the file has.
+The table shows their sums: steps and times are added, of gaps and losses of steps the largest counts.
 
 A rank is chosen among those that have completed a step since they came. While fewer than two have, the kill waits for them, since
 the death of the only one loses the state of all memories; such kills are counted as postponed.
@@ -29,6 +33,7 @@ the death of the only one loses the state of all memories; such kills are counte
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -277,6 +282,7 @@ def figures(ratio: int, kills: int, played: dict[str, Any], without: list[Step])
     both = sorted(ours.keys() & theirs.keys())[-WINDOW:]
     return {
         "steps_between_kills": ratio,
+        "step_s": round(second, 3),
         "kills": kills,
         "postponed": played["postponed"],
         "seconds": round(until - begin, 1),
@@ -293,16 +299,41 @@ def figures(ratio: int, kills: int, played: dict[str, Any], without: list[Step])
     }
 
 
+def in_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of several runs with the same ratio, as if they were one."""
+    added = {name: sum(row[name] for row in rows) for name in ("kills", "postponed", "seconds", "steps")}
+    ceiling = rows[0]["ceiling"]
+    efficiency = sum(row["steps"] * row["step_s"] for row in rows) / added["seconds"]
+    return {
+        "steps_between_kills": rows[0]["steps_between_kills"],
+        "runs": len(rows),
+        "step_s": round(statistics.fmean(row["step_s"] for row in rows), 3),
+        **added,
+        "efficiency": efficiency,
+        "ceiling": ceiling,
+        "of_the_ceiling": efficiency / ceiling,
+        "ranks_share": sum(row["ranks_share"] * row["steps"] for row in rows) / added["steps"],
+        "longest_gap_steps": max(row["longest_gap_steps"] for row in rows),
+        "lost_steps": max(row["lost_steps"] for row in rows),
+        "loss": statistics.fmean(row["loss"] for row in rows),
+        "loss_without_kills": statistics.fmean(row["loss_without_kills"] for row in rows),
+    }
+
+
 def markdown(result: dict[str, Any]) -> str:
     """Return the table of a result file, for a page."""
-    heads = ("a kill every", "kills (postponed)", "steps", "efficiency", "ceiling", "of the ceiling", "ranks' share", "longest gap", "lost steps", "loss (without kills)")  # fmt: skip
+    heads = ("a kill every", "a step", "kills (postponed)", "runs", "steps", "efficiency", "ceiling", "of the ceiling", "ranks' share", "longest gap", "lost steps", "loss (without kills)")  # fmt: skip
     lines = [heads, ("---", *["---:"] * (len(heads) - 1))]
-    for row in result["rows"]:
+    ratios = sorted({row["steps_between_kills"] for row in result["rows"]}, reverse=True)
+    for ratio in ratios:
+        row = in_all([row for row in result["rows"] if row["steps_between_kills"] == ratio])
         shares = (row[name] for name in ("efficiency", "ceiling", "of_the_ceiling", "ranks_share"))
         lines.append(
             (
-                f"{row['steps_between_kills']} steps",
+                f"{ratio} steps",
+                f"{row['step_s']:.2f} s",
                 f"{row['kills']:,} ({row['postponed']})",
+                str(row["runs"]),
                 f"{row['steps']:,}",
                 *(f"{100 * share:.1f} %" for share in shares),
                 f"{row['longest_gap_steps']:.0f} steps",
@@ -310,7 +341,7 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{row['loss']:.3f} ({row['loss_without_kills']:.3f})",
             )
         )
-    machine = f"{RANKS} ranks on {result['cores']} cores, Python {result['python']}, load average {result['load_average']}, a step of {result['step_s']:.2f} s."
+    machine = f"{RANKS} ranks on {result['cores']} cores, Python {result['python']}."
     return "\n".join([machine, "", *("| " + " | ".join(line) + " |" for line in lines)])
 
 
@@ -324,6 +355,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.25, help="seconds that a rank waits for in a step")
     parser.add_argument("--seed", type=int, default=1, help="of the choice of ranks")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--add", action="store_true", help="keep the runs that the file of --json has")
     parser.add_argument("--page", type=Path, help="page whose table is written again")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -333,12 +365,13 @@ def main() -> None:
     without = play_without(given.steps, given.step)
     second = step_seconds(without)
     print(f"a step of {second:.3f} s without kills", file=sys.stderr, flush=True)
+    former = json.loads(given.json.read_text())["rows"] if given.add else []
     rows = []
     for ratio in given.every or (60, 15):
         played = play_with(given.kills, ratio * second, given.step, random.Random(given.seed))
-        rows.append(figures(ratio, given.kills, played, without))
+        rows.append({"seed": given.seed, **figures(ratio, given.kills, played, without)})
         print(rows[-1], file=sys.stderr, flush=True)
-    result = {**conditions("kills", 1), "seed": given.seed, "step_s": round(second, 3), "rows": rows}
+    result = {**conditions("kills", 1), "rows": [*former, *rows]}
     publish(result, markdown, json_file=given.json, page=given.page)
 
 

@@ -68,3 +68,14 @@ def test_the_page_has_the_figures_of_the_kills(kills: ModuleType) -> None:
     result = json.loads((ROOT / "benchmarks/results/kills.json").read_text())
     shown = pages.between((ROOT / "docs/reference/faults.md").read_text(), "kills")
     assert shown == kills.markdown(result)
+
+
+def test_runs_of_one_ratio_are_added_up(kills: ModuleType) -> None:
+    calm = {**figures(kills, (1, 60, 1.0, 3), until=60.0), "step_s": 1.0}
+    paused = {**figures(kills, (1, 30, 1.0, 3), (31, 50, 41.0, 2), until=60.0), "step_s": 1.0}
+    both = kills.in_all([calm, paused])
+    assert (both["kills"], both["runs"], both["seconds"], both["steps"]) == (2, 2, 80.0, 70)
+    assert both["efficiency"] == pytest.approx(70 / 80)
+    assert both["of_the_ceiling"] == pytest.approx(70 / 80 / 0.95)
+    assert both["ranks_share"] == pytest.approx((40 + 10 + 20 * 2 / 3) / 70, abs=1e-4)
+    assert (both["longest_gap_steps"], both["lost_steps"]) == (11.0, 0)

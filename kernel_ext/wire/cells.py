@@ -32,7 +32,7 @@ class RunCell(Payload, frozen=True):
     cell: str
     label: str
     source: str
-    line_offset: int = 1
+    line_offset: int = 0
     want_value: bool = True
     value_limit: int = 1 << 20
     store_history: bool = True

@@ -68,7 +68,7 @@ class CellRequest:
         source: Python source, with IPython's magics and ``!``.
         ranks: The ranks that run it; None for all.
         label: The name that users know the cell by, such as ``[7]``.
-        line_offset: Lines of the notebook's cell above ``source``.
+        line_offset: Lines of the notebook's cell above ``source``, such as that of its magic.
         out: Sinks of the output; without one nothing is shown, and the output is only kept.
         timeout: Seconds after which the ranks are interrupted; None for no limit.
         want_value: Whether ranks send the value of the last expression.
@@ -84,7 +84,7 @@ class CellRequest:
     _: KW_ONLY
     ranks: Sequence[int] | None = None
     label: str = ""
-    line_offset: int = 1
+    line_offset: int = 0
     out: Sinks = None
     timeout: float | None = None
     want_value: bool = True

@@ -82,7 +82,7 @@ def look(pool: Pool, debugger: FarDebugger) -> Json:
     assert debugger.ask("attach", justMyCode=True)["success"]
     debugger.ask("setBreakpoints", source={"path": FILE}, breakpoints=[{"line": 3}])
     debugger.ask("configurationDone")
-    run = pool.start_run(CELL, file=FILE, line_offset=0)
+    run = pool.start_run(CELL, file=FILE)
     thread = debugger.wait(lambda one: one.get("event") == "stopped")["body"]["threadId"]
     frame = debugger.ask("stackTrace", threadId=thread)["body"]["stackFrames"][0]
     value = debugger.ask("evaluate", expression="here", frameId=frame["id"])["body"]["result"]

@@ -70,7 +70,7 @@ PLACES = """
 import linecache
 from hvdlab.collectives.text import call_site
 def place():
-    text = linecache.getline(place.__code__.co_filename, 7)
+    text = linecache.getline(place.__code__.co_filename, 6)
     return call_site(), text
 """
 
@@ -149,7 +149,7 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
         assert found[2] == found[3] == seen, look
     # Their lines are the notebook's, in the timeline as in tracebacks.
     assert pool.pull("place()") == dict.fromkeys(
-        range(4), ("cell [3] line 7", "    return call_site(), text\n")
+        range(4), ("cell [3] line 6", "    return call_site(), text\n")
     )
     assert pool.pull("'words' in globals()") == {0: True, 1: True, 2: False, 3: False}
     pool.run("factor = 10", ranks=[3])

@@ -102,10 +102,10 @@ def test_spans_tell_which_line_of_which_cell_they_are_of(pool: Pool) -> None:
     here = table[table["name"] == "here"]
     assert here.groupby("site", observed=True)["rank"].apply(sorted).to_dict() == {
         "cell [7] line 4": [0, 1, 2],
-        "cell [8] line 2": [0, 1, 2],
+        "cell [8] line 1": [0, 1, 2],
     }
     (inner,) = set(table[table["name"] == "loss"]["site"])
-    assert inner.endswith(" line 11"), "the line that calls it, not the one that calls that"
+    assert inner.endswith(" line 10"), "the line that calls it, not the one that calls that"
 
 
 def test_a_timeline_s_file_does_not_cost_the_recording_its_history(pool: Pool, tmp_path: Path) -> None:

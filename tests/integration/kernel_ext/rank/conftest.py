@@ -170,10 +170,11 @@ class Pool:
         self.answers: list[str] = []
         self.asked: list[PromptRequest] = []
 
-    def start(self, source: str, *, label: str = "", **options: Any) -> str:
+    def start(self, source: str, *, label: str = "", line_offset: int = 1, **options: Any) -> str:
+        """Run a cell; by default it stands below the line of a magic, as a notebook's does."""
         self.count += 1
         cell = f"cell-{self.count}"
-        self.engine.mail(RunCell(cell, label or f"[{self.count}]", source, **options))
+        self.engine.mail(RunCell(cell, label or f"[{self.count}]", source, line_offset, **options))
         return cell
 
     def finish(self, cell: str, *, credit: bool = True) -> Ran:

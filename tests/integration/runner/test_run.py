@@ -7,10 +7,17 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+import hvdlab
+from hvdlab.collectives.coordinator.process import CoordinatorProcess
+from hvdlab.collectives.errors import StartError
 from hvdlab.launch import mpi
+from hvdlab.launch.host_agent.connection import AgentLink
+from hvdlab.launch.local import LocalLauncher
 from hvdlab.runner.cli import main
+from support.our_processes import our_processes
 
 ENVIRONMENT = """
     import json, os
@@ -258,3 +265,43 @@ def test_command_and_environment_need_not_be_utf8(launcher) -> None:
     script = launcher.script("import os, sys\nprint(ascii([os.environ['ODD'], *sys.argv[1:]]))")
     done = launcher.run("-np", "1", sys.executable, script, odd, env={"ODD": odd})
     assert done.out.splitlines() == [f"[0]<stdout>:{[odd, odd]!a}"], done.err
+
+
+AGENTS = """
+    import os, pathlib
+
+    def parent(pid):
+        return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    launcher = parent(os.getppid())
+    processes = [int(each.name) for each in pathlib.Path("/proc").iterdir() if each.name.isdecimal()]
+    commands = [pathlib.Path(f"/proc/{pid}/cmdline").read_text() for pid in processes if parent(pid) == launcher]
+    print(sum("hvdlab.launch.host_agent.agent" in command for command in commands))
+"""
+
+
+def test_the_agent_that_came_up_beside_the_coordinator_starts_the_ranks(launcher) -> None:
+    done = launcher.python(1, AGENTS)
+    assert done.of(0) == ["1"], done.err
+
+
+def test_the_agent_ends_if_the_coordinator_can_not_be_started(
+    launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**options: object) -> CoordinatorProcess:
+        raise StartError("no coordinator today")
+
+    started: list[psutil.Process] = []
+    start_agent = LocalLauncher.start_agent
+
+    def start(self: LocalLauncher, *, stdin: bool) -> AgentLink:
+        link = start_agent(self, stdin=stdin)
+        started.extend(our_processes())
+        return link
+
+    monkeypatch.setattr(CoordinatorProcess, "start", refuse)
+    monkeypatch.setattr(LocalLauncher, "start_agent", start)
+    with pytest.raises(StartError, match="today"):
+        hvdlab.run(int, np=1)
+    assert len(started) == 1
+    assert not started[0].is_running()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
-from hvdlab.kernel_ext.rank.cell_source import MOST_KNOWN, CellCompiler, StaticTransforms
+from hvdlab.kernel_ext.rank.cell_source import LONGEST_KNOWN, MOST_KNOWN, CellCompiler, StaticTransforms
 
 MANY = 20
 
@@ -109,6 +109,15 @@ def test_a_refused_source_is_refused_again() -> None:
     for _ in range(2):
         with pytest.raises(SyntaxError):
             transforms.transform_cell("if x:\n  !ls\n y")
+
+
+def test_a_long_source_is_not_kept() -> None:
+    manager = CountedTransforms()
+    transforms = StaticTransforms(manager)
+    for source in ("x" * LONGEST_KNOWN, "x" * (LONGEST_KNOWN + 1)):
+        for _ in range(2):
+            transforms.transform_cell(source)
+    assert manager.tokenized == 1 + 2
 
 
 def test_sources_that_came_long_ago_are_forgotten() -> None:

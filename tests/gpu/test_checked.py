@@ -71,22 +71,22 @@ LINES = Lines()
 def break_check(how: str) -> None:
     """Make the check of the plane fail on rank 1, of its own numbers or of an error."""
     from hvdlab.collectives.planes.base import PlaneBroken
-    from hvdlab.collectives.planes.gpu import checked_plane
+    from hvdlab.collectives.planes.gpu.staged_plane import PinnedMemory
 
     logging.getLogger("hvdlab").addHandler(LINES)
     choose_gpu(hvd().local_rank(), hvd().local_size())
     if hvd().rank() != 1:
         return
-    store = checked_plane.PinnedMemory.store
+    store = PinnedMemory.store
 
     def wrong(self: Any, places: Any, buffers: Any) -> None:
-        checked_plane.PinnedMemory.store = store  # type: ignore[method-assign]
+        PinnedMemory.store = store  # type: ignore[method-assign]
         if how == "raises":
             raise PlaneBroken("made to fail")
         places[0].array[0] += 1
         store(self, places, buffers)
 
-    checked_plane.PinnedMemory.store = wrong  # type: ignore[method-assign]
+    PinnedMemory.store = wrong  # type: ignore[method-assign]
 
 
 def sums() -> tuple[list[float], tuple[str, ...], list[str], list[str]]:

@@ -92,7 +92,7 @@ def test_a_gpu_gives_the_bits_of_the_host(kernels: Any, dtype: DType, op: Reduce
         gpu.unregister(host.ctypes.data)
         gpu.end_event(event)
         gpu.end_stream(stream)
-    began, ended = (ctypes.c_uint64 * 2).from_buffer(host, 1 << 15)
+    began, ended = (ctypes.c_uint64 * 2).from_buffer(host.data, 1 << 15)
     assert 0 < began <= ended
     if (
         dtype.is_floating and dtype is not DType.BF16

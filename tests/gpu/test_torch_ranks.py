@@ -133,7 +133,8 @@ def share_of_memory(fraction: float) -> bool:
     try:
         torch.empty(torch.cuda.mem_get_info()[1], dtype=torch.uint8, device=GPU)
     except torch.cuda.OutOfMemoryError:
-        return total() == hvd().size()
+        found: bool = total() == hvd().size()
+        return found
     return False
 
 

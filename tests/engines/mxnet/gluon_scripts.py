@@ -9,7 +9,12 @@ from typing import Any
 
 import mxnet as mx  # pyright: ignore[reportMissingImports]
 import numpy as np
-from store_scripts import SHAPES, Results, generator, random
+from store_scripts import (  # type: ignore[import-not-found]  # mypy knows it as engines.mxnet.store_scripts
+    SHAPES,
+    Results,
+    generator,
+    random,
+)
 
 FACTOR = {"step": 2, "factor": 0.5, "base_lr": 0.3}
 

@@ -107,9 +107,9 @@ def _ended(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> list
 
 
 def main() -> None:
-    import gluon_scripts
+    import gluon_scripts  # type: ignore[import-not-found]  # mypy knows it as engines.mxnet.gluon_scripts
     import mxnet as mx  # a server or the scheduler stays in here
-    import store_scripts
+    import store_scripts  # type: ignore[import-not-found]  # mypy knows it as engines.mxnet.store_scripts
 
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
     kv = mx.kv.create(sys.argv[1])

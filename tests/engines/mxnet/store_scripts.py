@@ -107,7 +107,8 @@ class Results:
     """Results of a script, in order: arrays as type, shape and bytes."""
 
     def __init__(self, kv: Any, side: Any) -> None:
-        self.kv, self.side, self.seen = kv, side, []
+        self.kv, self.side = kv, side
+        self.seen: list[tuple[Any, ...]] = []
 
     def pull(self, key: Any, shape: tuple[int, ...], dtype: str = "float32", what: str = "") -> None:
         self.pull_from(self.kv, key, shape, what, dtype)
@@ -504,7 +505,7 @@ def kinds_of_stores(kv: Any, side: Any) -> Any:
         store = side.create(name)
         results.value(name, (store.type, store.rank, store.num_workers))
         for word in ("optimizer", "OPTIMIZER", "Optimizer", "speed"):
-            results.refusal(f"{name} {word}", lambda store=store, word=word: store.is_capable(word))
+            results.refusal(f"{name} {word}", functools.partial(store.is_capable, word))
     results.refusal("number", lambda: side.create(3))
     results.refusal("none", lambda: side.create(None))
     results.value("constant", side.module().KVStoreBase.OPTIMIZER)
@@ -608,7 +609,7 @@ def settings_of_optimizers(kv: Any, side: Any) -> Any:
         scheduler = side.scheduler(kind, **given)
         for update in range(1, 12):
             results.value(f"{kind} {number} {update}", float(scheduler(update)))
-    for kind, given in [
+    wrong: list[tuple[str, dict[str, Any]]] = [
         ("FactorScheduler", {"step": 0}),
         ("FactorScheduler", {"step": 1, "factor": 2.0}),
         ("MultiFactorScheduler", {"step": []}),
@@ -618,7 +619,8 @@ def settings_of_optimizers(kv: Any, side: Any) -> Any:
         ("CosineScheduler", {"max_update": 5, "warmup_mode": "odd"}),
         ("CosineScheduler", {"max_update": 5, "warmup_steps": -1}),
         ("CosineScheduler", {"max_update": 5, "warmup_begin_lr": 1.0}),
-    ]:
+    ]
+    for kind, given in wrong:
         results.refusal(f"{kind} {given}", functools.partial(side.scheduler, kind, **given))
     results.refusal(
         "rate beside a scheduler",
@@ -639,7 +641,7 @@ def states_in_files(kv: Any, side: Any) -> Any:
             rng = np.random.default_rng(32)
             arguments = {"momentum": 0.9} if name == "sgd" else {}
             first, second = side.create("local"), side.create("device")
-            results.refusal("no optimizer", lambda store=first: store.save_optimizer_states("/nowhere/x"))
+            results.refusal("no optimizer", functools.partial(first.save_optimizer_states, "/nowhere/x"))
             first.set_optimizer(side.optimizer(name, learning_rate=0.1, **arguments))
             second.set_optimizer(side.optimizer(name, learning_rate=0.7, **arguments))
             first.init(["a", "b"], [side.array(random(rng, (4,))) for _ in range(2)])
@@ -656,7 +658,7 @@ def states_in_files(kv: Any, side: Any) -> Any:
                 for key in ("b", "a"):
                     second.push(key, side.array(random(rng, (4,))))
                     results.pull_from(second, key, (4,), f"{name} {dump}")
-            results.refusal("no file", lambda store=second: store.load_optimizer_states("/nowhere/x"))
+            results.refusal("no file", functools.partial(second.load_optimizer_states, "/nowhere/x"))
     return results.seen
 
 
@@ -676,11 +678,11 @@ def _values_and_outputs(store: Any, side: Any, results: Results) -> None:
     for key, dtype in ((1, "float64"), (1, "float16"), (2, "float32"), (2, "float16"), (1, "int32")):
         results.pull_from(store, key, (2, 3), "cast", dtype)
     for shape in ((3, 2), (6,), (2, 3, 1), (2, 2)):
-        results.refusal(f"out {shape}", lambda s=shape, kv=store: kv.pull(1, out=side.empty(s)))
-    results.refusal("bool key", lambda kv=store: kv.pull(True, out=side.empty((2, 3))))
-    results.refusal("other kind", lambda kv=store: kv.pull("a", out=side.empty((2, 3))))
+        results.refusal(f"out {shape}", functools.partial(store.pull, 1, out=side.empty(shape)))
+    results.refusal("bool key", lambda: store.pull(True, out=side.empty((2, 3))))
+    results.refusal("other kind", lambda: store.pull("a", out=side.empty((2, 3))))
     results.refusal("barrier", store._barrier)
-    results.refusal("command", lambda kv=store: kv._send_command_to_servers(1, "x"))
+    results.refusal("command", lambda: store._send_command_to_servers(1, "x"))
     rows = np.array([4, 0, 2])
     store.init(7, side.rows(random(rng, (3, 2)), np.sort(rows), (6, 2)))
     out = side.no_rows((6, 2))
@@ -728,7 +730,7 @@ def pulls_of_every_kind(kv: Any, side: Any) -> Any:
 
 def _pulls_of_every_kind(store: Any, side: Any, results: Results, *, sparse: bool) -> None:
     rng, shape = np.random.default_rng(34), (6, 2)
-    kinds = {
+    kinds: dict[str, Callable[..., Any]] = {
         "dense": lambda dtype="float32": side.array(np.full(shape, 9, dtype)),
         "rows": lambda: side.rows(np.full((2, 2), 7, np.float32), np.array([1, 5]), shape),
     }
@@ -755,11 +757,11 @@ def _pulls_of_every_kind(store: Any, side: Any, results: Results, *, sparse: boo
     store.pull("w", out=(half := kinds["dense"]("float16")))
     seen("another type", [half])
     for pushed, made in kinds.items():
-        for kind in (None, *kinds):
-            given, out = made(), None if kind is None else kinds[kind]()
+        for target in (None, *kinds):
+            given, out = made(), None if target is None else kinds[target]()
             store.pushpull("w", given, out=out)
             store.pull("w", out=(after := kinds["dense"]()))
-            seen(f"pushpull of {pushed} to {kind}", [given, after] if out is None else [given, out, after])
+            seen(f"pushpull of {pushed} to {target}", [given, after] if out is None else [given, out, after])
     for kind, made in kinds.items():
         store.broadcast(f"b {kind}", value(), out=(out := made()))
         seen(f"broadcast to {kind}", [out])

@@ -57,7 +57,7 @@ def play(store: str, names: list[str]) -> list[Any]:
 def play_installed(store: str, names: list[str]) -> list[Any]:
     """The same with MXNet's arrays and optimizers on the store that MXNet makes once ours are installed."""
     sys.path.insert(0, str(Path(__file__).parent))
-    import gluon_scripts
+    import gluon_scripts  # type: ignore[import-not-found]  # mypy knows it as engines.mxnet.gluon_scripts
     import mxnet as mx
 
     import hvdlab.mxnet as hvd

@@ -20,6 +20,7 @@ import ray
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.ray import BaseHorovodWorker, RayExecutor
+from hvdlab.ray.runner import StaticAdapter
 from hvdlab.ray.strategy import create_placement_group
 from hvdlab.runner.run_function import RankFailedError
 from support.patience import PATIENCE
@@ -128,6 +129,7 @@ def test_what_a_rank_logs_before_the_call_has_reached_all_is_given_to_callbacks(
     executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = executor._started()
+    assert isinstance(adapter, StaticAdapter)
     submit = adapter._submit
 
     def submit_slowly(
@@ -135,6 +137,7 @@ def test_what_a_rank_logs_before_the_call_has_reached_all_is_given_to_callbacks(
     ) -> None:
         submit(what, call, workers, function, references, **options)
         ray.wait(references, num_returns=len(references))
+        assert adapter._client is not None
         adapter._client.collect_events()
 
     def logs() -> None:
@@ -314,7 +317,12 @@ def test_ranks_of_a_node_see_the_same_gpus_and_a_class_that_raises_leaves_nothin
 
 def test_what_has_no_room_says_what_was_asked_and_what_is_free(cluster: Any) -> None:
     little = RayExecutor.create_settings(placement_group_timeout_s=1)
-    for wanted in ({"num_workers": 9}, {"num_hosts": 5}, {"num_workers": 2, "cpus_per_worker": 50}):
+    too_much: list[dict[str, Any]] = [
+        {"num_workers": 9},
+        {"num_hosts": 5},
+        {"num_workers": 2, "cpus_per_worker": 50},
+    ]
+    for wanted in too_much:
         executor = RayExecutor(little, **wanted)
         with pytest.raises(TimeoutError, match=r"Requested resources: {'CPU': .*of 6 CPUs, .* on 2 nodes"):
             executor.start()
@@ -323,17 +331,19 @@ def test_what_has_no_room_says_what_was_asked_and_what_is_free(cluster: Any) -> 
 
 
 def test_arguments() -> None:
-    for wrong in (
+    refused: list[dict[str, Any]] = [
         {"max_workers": 3},
         {"num_workers": 2, "min_workers": 1},
         {"num_workers": 2, "gpus_per_worker": 1},
         {"num_workers": 2, "use_gpu": True, "gpus_per_worker": -1},
         {"min_workers": 0},
         {"min_workers": 3, "max_workers": 2},
-    ):
+    ]
+    for wrong in refused:
         with pytest.raises(ValueError):  # noqa: PT011
             RayExecutor(settings(), **wrong)
-    for neither in ({"num_workers": 2, "num_hosts": 2}, {}):
+    both_and_none: list[dict[str, Any]] = [{"num_workers": 2, "num_hosts": 2}, {}]
+    for neither in both_and_none:
         with pytest.raises(AssertionError, match="num_workers or num_hosts"):
             RayExecutor(settings(), **neither).start()
 

@@ -137,7 +137,7 @@ def on_a_fixed_number(context: Any, directory: str, limit: float) -> dict[str, A
     lost = raised(directory, limit)
     found["lost"] = lost and "\n".join([str(lost), *getattr(lost, "__notes__", [])])
     found["run after"] = hvdlab.spark.run(where, num_proc=2, start_timeout=limit)
-    limits = {"start_timeout": limit, "elastic_timeout": limit}
+    limits: dict[str, Any] = {"start_timeout": limit, "elastic_timeout": limit}
     found["elastic"] = hvdlab.spark.run_elastic(
         train, args=(directory,), num_proc=2, min_num_proc=1, **limits
     )
@@ -148,7 +148,7 @@ def on_a_varying_number(context: Any, directory: str, limit: float) -> dict[str,
     """Run ranks on executors that Spark adds for them, of which one is lost; Spark takes all away again, and adds them for the next ranks."""
     import time
 
-    limits = {"start_timeout": limit, "elastic_timeout": limit}
+    limits: dict[str, Any] = {"start_timeout": limit, "elastic_timeout": limit}
     found: dict[str, Any] = {}
     try:
         hvdlab.spark.run(where, num_proc=2, start_timeout=limit)

@@ -51,7 +51,13 @@ class SparkCluster:
 
     def __enter__(self) -> Self:
         try:
-            words = ("org.apache.spark.deploy.master.Master", "--host", _HERE, "--port", "0")
+            words: tuple[str, ...] = (
+                "org.apache.spark.deploy.master.Master",
+                "--host",
+                _HERE,
+                "--port",
+                "0",
+            )
             master = self._daemon(*words, "--webui-port", "0")
             self.address = master.until(r"Starting Spark master at (spark://\S+)")
             words = (

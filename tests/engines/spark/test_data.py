@@ -131,7 +131,7 @@ def test_properties_are_found_while_another_frame_is_written(monkeypatch: pytest
             written["third",] = util._Written(None, 3)
             return 1
 
-    properties = (9, None, {}, 8.0)
+    properties: tuple[int, int | None, dict[str, Any], float] = (9, None, {}, 8.0)
     written: dict[Any, Any] = {("first",): Meanwhile(), ("second",): util._Written(None, 2, properties)}
     monkeypatch.setattr(util, "_written", written)
     assert get_dataset_properties(2) == properties

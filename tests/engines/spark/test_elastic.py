@@ -16,7 +16,7 @@ from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner.run_function import RankFailedError
 from support.patience import PATIENCE
 
-SETTINGS = {"start_timeout": 4 * PATIENCE, "elastic_timeout": 4 * PATIENCE}
+SETTINGS: dict[str, Any] = {"start_timeout": 4 * PATIENCE, "elastic_timeout": 4 * PATIENCE}
 
 
 def until_sizes(wanted: list[int], killed: str, alone: str) -> tuple[list[int], int, int]:
@@ -124,7 +124,12 @@ def test_what_a_rank_raises_comes_back(spark: Any) -> None:
 
 
 def test_numbers_that_make_no_sense_and_too_few_slots(spark: Any) -> None:
-    for numbers in ({"num_proc": 1, "min_num_proc": 2}, {"num_proc": 2, "max_num_proc": 1}, {"num_proc": 0}):
+    impossible: list[dict[str, Any]] = [
+        {"num_proc": 1, "min_num_proc": 2},
+        {"num_proc": 2, "max_num_proc": 1},
+        {"num_proc": 0},
+    ]
+    for numbers in impossible:
         with pytest.raises(InvalidRequestError, match="none of the numbers is below"):
             hvdlab.spark.run_elastic(os.getpid, **numbers)
     with pytest.raises(

@@ -81,7 +81,7 @@ def test_two_ranks_compute_what_one_loop_over_the_same_batches_does(tmp_path: Pa
 
 
 @keras.saving.register_keras_serializable("tests")
-class Doubled(keras.layers.Layer):  # type: ignore[misc]
+class Doubled(keras.layers.Layer):  # type: ignore[misc,name-defined]  # for mypy keras is a variable
     """Is imported by no other process."""
 
     def call(self, values: Any) -> Any:

@@ -15,8 +15,8 @@ from hvdlab.spark.common.store import LocalStore
 
 pytest.importorskip("lightning")
 
-import lightning.pytorch as pl  # skipped without it
-import pytorch_lightning  # comes with it
+import lightning.pytorch as pl  # type: ignore[import-not-found]  # the tests skip without it
+import pytorch_lightning  # type: ignore[import-not-found]  # comes with it
 
 from hvdlab.spark.lightning import LightningEstimator, TorchEstimator, TorchModel
 
@@ -33,13 +33,14 @@ def mean_error(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 def module_of(package: Any, rate: float = 0.1, clip: bool = False) -> Any:
     torch.manual_seed(0)
 
-    class Regression(package.LightningModule):  # type: ignore[misc,name-defined]
+    class Regression(package.LightningModule):  # type: ignore[misc]  # the package has no types here
         def __init__(self) -> None:
             super().__init__()
             self.linear = torch.nn.Linear(3, 1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x)
+            found: torch.Tensor = self.linear(x)
+            return found
 
         def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
             loss = torch.nn.functional.mse_loss(self(batch["x"]), batch["y"][:, None])
@@ -124,7 +125,10 @@ def test_two_ranks_clip_what_is_reduced_and_go_on_with_the_schedule(tmp_path: Pa
 
 def scalars(store: LocalStore, run_id: str, name: str) -> dict[int, float]:
     """Return the scalars that TensorBoard's own reader finds in the run's logs in the store: step to value."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    # The test skips without it.
+    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-not-found]
+        EventAccumulator,
+    )
 
     logs = store.get_logs_path(run_id)
     assert logs is not None

@@ -140,7 +140,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path) -
     store = write(tmp_path, 5)
     file = tmp_path / "file"
     file.touch()
-    for more, words in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"num_proc": 2}, "exclude each other"),
         ({"feature_cols": ["nothing"]}, r"Columns \['nothing'\] are not in"),
         ({"input_shapes": [[-1, 4]]}, "has 3 values in a row"),
@@ -149,7 +149,8 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(tmp_path: Path) -
         ({"store": LocalStore(str(file / "below"))}, "can't be written"),
         ({"loss_constructors": [torch.nn.MSELoss]}, "one of loss and loss_constructors"),
         ({"validation": 1.5}, "neither a share"),
-    ):
+    ]
+    for more, words in cases:
         with pytest.raises(ValueError, match=words):
             estimator(**{"backend": NotToBeUsed(2), "store": store, **more}).fit_on_parquet()
     with pytest.raises(ValueError, match="Model parameter is required"):

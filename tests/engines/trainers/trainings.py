@@ -78,7 +78,11 @@ def made() -> Loss:
 
 def begin_anew() -> None:
     """Forget the libraries' and torch's state of an earlier training."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import (  # type: ignore[import-not-found]  # only `make engines` installs it
+        AcceleratorState,
+        GradientState,
+        PartialState,
+    )
 
     for state in (AcceleratorState, GradientState, PartialState):
         state._shared_state.clear()
@@ -104,7 +108,7 @@ def alone(size: int) -> nn.Module:
 
 def by_accelerate(rows: Rows) -> nn.Module:
     """Train in a loop of one's own."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator  # type: ignore[import-not-found]  # only `make engines` installs it
 
     accelerator = Accelerator(cpu=True)
     model: Any = made()
@@ -124,16 +128,16 @@ def by_accelerate(rows: Rows) -> nn.Module:
 
 def by_lightning(rows: Rows) -> nn.Module:
     """Train by a Trainer, which makes the process group if there is none."""
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DDPStrategy
+    import lightning.pytorch as pl  # type: ignore[import-not-found]  # only `make engines` installs it
+    from lightning.pytorch.strategies import DDPStrategy  # type: ignore[import-not-found]  # as above
 
-    class Module(pl.LightningModule):
+    class Module(pl.LightningModule):  # type: ignore[misc]  # Lightning has no types here
         def __init__(self) -> None:
             super().__init__()
             self.model = made()
 
         def training_step(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            loss = self.model(**batch)["loss"]
+            loss: torch.Tensor = self.model(**batch)["loss"]
             self.log("loss", loss, sync_dist=True)
             return loss
 
@@ -161,9 +165,12 @@ def by_lightning(rows: Rows) -> nn.Module:
 
 def by_transformers(rows: Rows) -> nn.Module:
     """Train by a Trainer of ``transformers``, which evaluates and saves, too."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import (  # type: ignore[import-not-found]  # only `make engines` installs it
+        Trainer,
+        TrainingArguments,
+    )
 
-    class InOrder(Trainer):
+    class InOrder(Trainer):  # type: ignore[misc]  # transformers has no types here
         def _get_train_sampler(self, *arguments: Any) -> Any:
             return torch.utils.data.SequentialSampler(rows)
 
@@ -187,7 +194,8 @@ def by_transformers(rows: Rows) -> nn.Module:
     assert trainer.evaluate()["eval_loss"] > 0
     trainer.save_model()
     assert trainer.model is not None
-    return trainer.model
+    found: nn.Module = trainer.model
+    return found
 
 
 LIBRARIES: dict[str, Callable[[Rows], nn.Module]] = {

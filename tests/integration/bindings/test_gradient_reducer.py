@@ -64,7 +64,7 @@ def each_way() -> list[object]:
     rank = context.engine().rank
     seen: list[object] = []
     for options in ({}, {"groups": 1}, {"compression": Doubled}, {"predivide": 4.0}):
-        framework, reducer, parameters = made([2, 1, 1], **options)  # type: ignore[arg-type]
+        framework, reducer, parameters = made([2, 1, 1], **options)
         for _ in range(2):
             for parameter in parameters:
                 parameter.grad = None

@@ -153,7 +153,7 @@ def _registered_all_the_same() -> list[Any]:
     hvd.init(process_sets=[first, second])
     third.process_set_id = 9  # no set has it, so that the set can be registered
     hvd.add_process_set(third)
-    found = [(each.process_set_id, each.ranks) for each in (first, second, third)]
+    found: list[object] = [(each.process_set_id, each.ranks) for each in (first, second, third)]
     second.process_set_id = second.process_set_id
     copied = copy.deepcopy(third)
     third.process_set_id = 40

@@ -68,9 +68,11 @@ def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
             self.a = a
             a.other = 1  # type: ignore[attr-defined]
 
-    def makes() -> Own: ...
+    def makes() -> Own:
+        raise NotImplementedError
 
-    def makes_either() -> Own | Base: ...
+    def makes_either() -> Own | Base:
+        raise NotImplementedError
 
     for function in (makes, makes_either):
         function.__annotations__ = {"return": Own if function is makes else Own | Base}

@@ -15,7 +15,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.told: list[Callable[[Membership], None]] = []
-        self.events: list[Started | Ended] = []
+        self.events: list[Started | Ended | Waiting] = []
         self.ranks = MembershipRanks(self, self)  # type: ignore[arg-type]  # no client is needed to listen
 
     def on_membership(self, callback: Callable[[Membership], None]) -> None:
@@ -24,7 +24,7 @@ class Coordinator:
     def handle(self, event: Started | Ended | Waiting) -> None:
         self.events.append(event)
 
-    def tell(self, *pids: int, deaths: tuple[m.Death, ...] = ()) -> list[Started | Ended]:
+    def tell(self, *pids: int, deaths: tuple[m.Death, ...] = ()) -> list[Started | Ended | Waiting]:
         """Set the processes of ranks 0, 1, ... (0: none); return the reports of that."""
         members = tuple(
             m.Member(rank=rank, pid=pid, host="elsewhere") for rank, pid in enumerate(pids) if pid

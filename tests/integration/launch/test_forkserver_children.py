@@ -16,8 +16,9 @@ import pytest
 from hvdlab.kernel_ext.forkserver.program import PROGRAM, PROGRAM_NAME
 from hvdlab.launch.forkserver.children import ChildTable, SupervisedChild
 from hvdlab.launch.forkserver.client import ForkServer
-from hvdlab.launch.forkserver.messages import CONTROLLER
-from support.ranks.fork_server import PATIENCE, ForkedRanks, loaded
+from hvdlab.launch.forkserver.messages import CONTROLLER, ForkServerMessage
+from support.patience import PATIENCE
+from support.ranks.fork_server import ForkedRanks, loaded
 
 STARTS_PROCESSES = """
 import subprocess
@@ -144,8 +145,13 @@ def test_what_training_imports_is_imported_while_there_is_no_rank(
                 time.sleep(0.01)
         else:
             send = ranks.warm.send
+
+            def send_first(order: ForkServerMessage) -> None:
+                send(order)
+                go.touch()
+
             # The order is there when the imports are done.
-            monkeypatch.setattr(ranks.warm, "send", lambda order: (send(order), go.touch()))
+            monkeypatch.setattr(ranks.warm, "send", send_first)
             ranks.fork([0])
             assert ranks.run(0, "1 + 1") == "2"
             assert not place.exists()

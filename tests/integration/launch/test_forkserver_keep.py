@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -138,9 +139,11 @@ def stop(*pids: int) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     for pid in pids:
-        eventually(
-            lambda tasks=Path(f"/proc/{pid}/task"): {_state(task) for task in tasks.iterdir()} == {"T"}
-        )
+        eventually(partial(_stands_still, pid))
+
+
+def _stands_still(pid: int) -> bool:
+    return {_state(task) for task in Path(f"/proc/{pid}/task").iterdir()} == {"T"}
 
 
 def _state(task: Path) -> str:

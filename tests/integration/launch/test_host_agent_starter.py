@@ -282,7 +282,7 @@ def test_whatever_an_agent_reports_each_rank_ends_once(
             reports.append(encode_frame((chance.random() < 0.02 and spoil(payload, chance)) or payload))
         os.write(far._reports, b"".join(reports))  # at once: an unreadable report has the connection closed
         far.lose()
-        over = []
+        over: list[int] = []
         while len(over) < 4:
             event = ended.get(timeout=PATIENCE)
             over += [event.rank] if isinstance(event, Ended) else []
@@ -297,6 +297,7 @@ def test_a_rank_that_the_observer_starts_at_the_end_of_the_last_one_is_waited_fo
     transport: Listeners,
 ) -> None:
     heard: SimpleQueue[Ended | Started] = SimpleQueue()
+    starter: ExecStarter
 
     def handle(event: Ended | Started) -> None:
         if isinstance(event, Ended) and event.rank == 0:

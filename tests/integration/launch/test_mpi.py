@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -105,7 +106,7 @@ def test_mpiexec_is_not_told_the_secret_of_ranks_on_other_hosts(
     monkeypatch.setenv("DB_PASSWORD", "x")
     monkeypatch.setenv("HVDLAB_ENV_EXCLUDE", "DB_*")
     monkeypatch.setattr(mpi, "version", lambda program: "mpiexec (Open MPI) 5.0.8")
-    client = SimpleNamespace(on_membership=lambda call: None)
+    client: Any = SimpleNamespace(on_membership=lambda call: None)
     for hosts, far in (("elsewhere:2", True), ("localhost:2", False)):
         request = LaunchRequest(
             WorldEnvironment("unix:/x", "the secret"),
@@ -115,7 +116,7 @@ def test_mpiexec_is_not_told_the_secret_of_ranks_on_other_hosts(
             hosts=hosts,
             options={"shell": shell},
             module="m",
-        )  # type: ignore[arg-type]  # the used part of a client is there
+        )
         starter = mpi.MpiStarter(request, SimpleNamespace(handle=lambda event: None), "mpiexec")
         try:
             starter.start((0, 1), 2)

@@ -28,7 +28,10 @@ class QueueWithSlots(QueueingStarter):
         self.requested.append((tuple(ranks), size, host))
         if self.refusal is not None:
             raise self.refusal
-        self._run_thread(self._closing.wait, f"test-{min(ranks)}")
+        self._run_thread(self._wait_for_close, f"test-{min(ranks)}")
+
+    def _wait_for_close(self) -> None:
+        self._closing.wait()
 
     def free_slots(self, *ranks: int) -> None:
         """Start those of the ranks that still wait."""

@@ -209,6 +209,7 @@ def test_unloading_stops_the_pool(notebook: Notebook) -> None:
 
 
 def test_reloading_keeps_the_ranks_and_unloading_says_what_it_ends(notebook: Notebook) -> None:
+    assert notebook.shell.extension_manager is not None
     notebook.shell.extension_manager.loaded.add("hvdlab")
     notebook.run("%hvd_pool start 3")
     pool, session = notebook.pool, notebook.extension.session

@@ -335,7 +335,9 @@ def test_packages_are_installed_once_in_the_notebooks_process(
 ) -> None:
     commands: list[str] = []
     monkeypatch.setattr(notebook.shell, "system", commands.append)
-    notebook.shell.register_magic_function(lambda line: commands.append(f"pip {line}"), "line", "pip")
+    notebook.shell.magics_manager.register_function(
+        lambda line: commands.append(f"pip {line}"), "line", "pip"
+    )
     ran = notebook.run(
         "%%hvd_run -np 2\n# tools\n%pip install -q six\n!pip3 install seven\nprint('then', rank)"
     )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,9 @@ JobSpec.policy = lambda job: dataclasses.replace(policy(job), **limits)
 sys.exit(main(sys.argv[1:]))
 """
 """``hvdlab`` that waits for the ends of ranks as long as they take."""
+
+
+WaitFor = Callable[[Callable[[], object]], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ class Launcher:
         path.write_text(textwrap.dedent(text))
         return str(path)
 
-    def start(self, *arguments: str, patient: bool = False, **options: object) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, patient: bool = False, **options: Any) -> subprocess.Popen[str]:
         """Start ``hvdlab run`` with these arguments; a ``patient`` one waits for the ends of ranks as long as they take."""
         program = ("-c", PATIENT) if patient else ("-m", "hvdlab")
         environ = {
@@ -80,10 +84,10 @@ class Launcher:
             "OMP_NUM_THREADS": "1",
             **dict([self.mark.split("=")]),
         }
-        environ.update(options.pop("env", None) or {})  # type: ignore[call-overload]  # a dict
-        process = subprocess.Popen(
+        environ.update(options.pop("env", None) or {})
+        process: subprocess.Popen[str] = subprocess.Popen(
             [sys.executable, *program, "run", *arguments],
-            stdin=options.pop("stdin", subprocess.DEVNULL),  # type: ignore[call-overload]  # passed on
+            stdin=options.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -96,7 +100,7 @@ class Launcher:
         self._started.append(process)
         return process
 
-    def run(self, *arguments: str, input: str | None = None, **options: object) -> Ran:
+    def run(self, *arguments: str, input: str | None = None, **options: Any) -> Ran:
         """Run it to its end."""
         if input is not None:
             options["stdin"] = subprocess.PIPE
@@ -105,7 +109,7 @@ class Launcher:
         return Ran(process.returncode, out, err)
 
     def python(
-        self, np: int, script: str, *arguments: str, flags: tuple[str, ...] = (), **options: object
+        self, np: int, script: str, *arguments: str, flags: tuple[str, ...] = (), **options: Any
     ) -> Ran:
         """Run a Python script, given as text, on ``np`` ranks."""
         return self.run("-np", str(np), *flags, sys.executable, self.script(script), *arguments, **options)
@@ -165,7 +169,7 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
 
 
 @pytest.fixture
-def wait_for() -> Callable[[Callable[[], object]], None]:
+def wait_for() -> WaitFor:
     """Wait until a condition holds."""
 
     def wait(condition: Callable[[], object]) -> None:

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from integration.runner.conftest import Launcher
+
 SCRIPT = """
     import json, os, signal, sys
     import torch
@@ -54,7 +56,7 @@ def rows(lines: list[str]) -> list[dict[str, object]]:
     return [json.loads(line.removeprefix("numbers ")) for line in lines if line.startswith("numbers ")]
 
 
-def test_numbers_are_those_below_the_size_and_rank_0_was_there_before(launcher) -> None:
+def test_numbers_are_those_below_the_size_and_rank_0_was_there_before(launcher: Launcher) -> None:
     ran = launcher.python(3, SCRIPT, flags=("--min-np", "2"))
     assert ran.code == 0, ran.err
     # Output is labelled by the number that a rank was started with; the first process of rank 0 printed once, its next
@@ -80,7 +82,7 @@ def test_numbers_are_those_below_the_size_and_rank_0_was_there_before(launcher) 
     assert last in range(3)
 
 
-def test_who_wants_to_keeps_the_numbers(launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wants_to_keeps_the_numbers(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     script = """
         import os, signal
         import torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from integration.runner.conftest import Launcher
+
 SCRIPT = """
     import contextlib, os, pathlib, signal, sys, time
     import numpy as np
@@ -91,12 +93,14 @@ ELASTIC = """
 """
 
 
-def test_a_job_goes_on(launcher) -> None:
-    script, lines = launcher.script(SCRIPT), []
+def test_a_job_goes_on(launcher: Launcher) -> None:
+    script = launcher.script(SCRIPT)
+    lines: list[str] = []
     told = [f"{script}.{step}.told" for step in range(3)]
     for pipe in told:
         os.mkfifo(pipe)
     process = launcher.start("-np", "2", sys.executable, script)
+    assert process.stderr is not None
     for pipe in told:
         for line in process.stderr:
             lines.append(line)
@@ -110,7 +114,7 @@ def test_a_job_goes_on(launcher) -> None:
     assert not ran.launcher
 
 
-def test_elastic_training_goes_on(launcher) -> None:
+def test_elastic_training_goes_on(launcher: Launcher) -> None:
     ran = launcher.python(2, ELASTIC, flags=("--min-np", "2"))
     assert ran.code == 0, ran.err
     assert [ran.of(rank) for rank in range(2)] == [["done 0 2 10"], ["done 1 2 10"]]

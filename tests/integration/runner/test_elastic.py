@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import hvdlab
+from integration.runner.conftest import Launcher
 
 LONG = 20.0
 """Seconds within which ranks that come, come one after the other."""
@@ -38,7 +39,7 @@ SCRIPT = """
 """
 
 
-def test_a_lost_rank_comes_back(launcher) -> None:
+def test_a_lost_rank_comes_back(launcher: Launcher) -> None:
     ran = launcher.python(3, SCRIPT, "kill", "3", flags=("--min-np", "2"))
     assert ran.code == 0, ran.err
     assert ran.launcher == ["rank 1: killed by SIGKILL; starting it anew (1 of 10)"]
@@ -46,20 +47,20 @@ def test_a_lost_rank_comes_back(launcher) -> None:
     assert [len([line for line in ran.of(rank) if line.startswith("pid")]) for rank in range(3)] == [1, 2, 1]
 
 
-def test_an_exception_counts_as_a_loss(launcher) -> None:
+def test_an_exception_counts_as_a_loss(launcher: Launcher) -> None:
     ran = launcher.python(2, SCRIPT, "raise", "2", flags=("--min-np", "1"))
     assert ran.code == 0, ran.err
     assert ran.launcher == ["rank 1: exit code 1; starting it anew (1 of 10)"]
 
 
-def test_the_others_go_on_when_the_limit_is_reached(launcher) -> None:
+def test_the_others_go_on_when_the_limit_is_reached(launcher: Launcher) -> None:
     ran = launcher.python(3, SCRIPT, "always", "2", flags=("--min-np", "2", "--reset-limit", "0"))
     assert ran.code == 0, ran.err
     assert ran.launcher == ["rank 1: killed by SIGKILL; going on without it"]
     assert [ran.of(rank)[-1] for rank in (0, 2)] == ["done 0 2", "done 1 2"]
 
 
-def test_too_few_are_left(launcher) -> None:
+def test_too_few_are_left(launcher: Launcher) -> None:
     ran = launcher.python(2, SCRIPT, "always", "2", flags=("--min-np", "2", "--reset-limit", "1"))
     assert ran.code == 137
     assert "rank 1 failed first: killed by SIGKILL" in ran.launcher[1]
@@ -92,7 +93,7 @@ NEVER_JOINS = """
 """
 
 
-def test_the_others_begin_without_a_rank_that_never_joins(launcher) -> None:
+def test_the_others_begin_without_a_rank_that_never_joins(launcher: Launcher) -> None:
     ran = launcher.python(
         3, NEVER_JOINS, "1", flags=("--min-np", "2"), env={"HVDLAB_START_TIMEOUT": f"{LONG:g}"}
     )
@@ -101,7 +102,7 @@ def test_the_others_begin_without_a_rank_that_never_joins(launcher) -> None:
     assert [ran.of(rank) for rank in range(3)] == [["done 0 2"], [], ["done 1 2"]]
 
 
-def test_too_few_ranks_join(launcher) -> None:
+def test_too_few_ranks_join(launcher: Launcher) -> None:
     ran = launcher.python(2, NEVER_JOINS, "1", flags=("--min-np", "2"), env={"HVDLAB_START_TIMEOUT": "2"})
     assert ran.launcher == ["rank 1 did not come to hvd.init() within 2 s, and --min-np is 2"]
     assert ran.code == 1

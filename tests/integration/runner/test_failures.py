@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.runner.conftest import Launcher, WaitFor
 from support.patience import HOUR
 
 PARTS = """
@@ -51,7 +52,7 @@ PARTS = """
         ("SIGSEGV", 139, "rank 1 failed first: killed by SIGSEGV (segmentation fault)"),
     ],
 )
-def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> None:
+def test_the_culprit_comes_first(launcher: Launcher, how: str, code: int, said: str) -> None:
     ran = launcher.python(3, PARTS, how, patient=True)
     # The launcher does not wait for the end of a rank that has reported its error.
     assert ran.launcher[0] in {said, said.replace("exit code 1 (ValueError: boom)", "ValueError: boom")}
@@ -62,13 +63,13 @@ def test_the_culprit_comes_first(launcher, how: str, code: int, said: str) -> No
         assert ran.launcher[2].strip() == "last words"
 
 
-def test_who_left_early_is_named(launcher) -> None:
+def test_who_left_early_is_named(launcher: Launcher) -> None:
     ran = launcher.python(3, PARTS, "early", patient=True)
     assert ran.launcher[0].startswith("rank 1 has ended (exit code 0) while others still needed it; rank ")
     assert ran.code == 1
 
 
-def test_a_rank_that_ends_before_it_joins(launcher) -> None:
+def test_a_rank_that_ends_before_it_joins(launcher: Launcher) -> None:
     script = """
         import os, sys
         from hvdlab.collectives import context
@@ -81,7 +82,7 @@ def test_a_rank_that_ends_before_it_joins(launcher) -> None:
     assert ran.code == 5
 
 
-def test_a_rank_that_leaves_well_before_it_joins(launcher) -> None:
+def test_a_rank_that_leaves_well_before_it_joins(launcher: Launcher) -> None:
     script = """
         import os, sys
         from hvdlab.collectives import context
@@ -97,7 +98,7 @@ def test_a_rank_that_leaves_well_before_it_joins(launcher) -> None:
     assert "rank 1 ended before the world was complete" in ran.launcher[-1]
 
 
-def test_ranks_that_do_not_come_are_named(launcher) -> None:
+def test_ranks_that_do_not_come_are_named(launcher: Launcher) -> None:
     # The time runs from the first that comes, so the others come with it.
     script = """
         import os, time
@@ -114,20 +115,20 @@ def test_ranks_that_do_not_come_are_named(launcher) -> None:
     assert ran.code == 1
 
 
-def test_a_program_that_there_is_not(launcher) -> None:
+def test_a_program_that_there_is_not(launcher: Launcher) -> None:
     ran = launcher.run("-np", "2", "no-such-program")
     assert ran.code == 127
     assert ran.launcher == ["rank 0 failed first: `no-such-program` can't be run: No such file or directory"]
 
 
-def test_a_program_that_may_not_be_run(launcher) -> None:
+def test_a_program_that_may_not_be_run(launcher: Launcher) -> None:
     (launcher.directory / "train.py").write_text("")
     ran = launcher.run("-np", "1", "./train.py")
     assert ran.code == 126
     assert ran.launcher[0].endswith("Permission denied; `python ./train.py`?")
 
 
-def test_the_others_are_ended_with_all_that_they_started(launcher, wait_for) -> None:
+def test_the_others_are_ended_with_all_that_they_started(launcher: Launcher, wait_for: WaitFor) -> None:
     script = """
         import os, subprocess, sys, time
         if os.environ["RANK"] == "1":
@@ -144,7 +145,7 @@ def test_the_others_are_ended_with_all_that_they_started(launcher, wait_for) -> 
     launcher.wait_for_none()
 
 
-def test_ranks_that_ignore_sigterm_are_killed(launcher) -> None:
+def test_ranks_that_ignore_sigterm_are_killed(launcher: Launcher) -> None:
     script = """
         import os, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -178,7 +179,7 @@ SLEEPER = """
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_all(launcher, wait_for, number: int, code: int) -> None:
+def test_signals_end_all(launcher: Launcher, wait_for: WaitFor, number: int, code: int) -> None:
     process = launcher.start("-np", "3", sys.executable, launcher.script(SLEEPER), patient=True)
     wait_for(lambda: len(_pids(launcher.directory)) == 3)
     process.send_signal(number)
@@ -191,7 +192,9 @@ def test_signals_end_all(launcher, wait_for, number: int, code: int) -> None:
     launcher.wait_for_none()
 
 
-def test_signal_that_another_thread_of_the_launcher_takes_ends_all(launcher, wait_for) -> None:
+def test_signal_that_another_thread_of_the_launcher_takes_ends_all(
+    launcher: Launcher, wait_for: WaitFor
+) -> None:
     """It interrupts no wait of the main thread then, as one that comes just before the wait begins."""
     process = launcher.start("-np", "1", sys.executable, launcher.script(SLEEPER))
     wait_for(lambda: len(_pids(launcher.directory)) == 1)
@@ -202,7 +205,7 @@ def test_signal_that_another_thread_of_the_launcher_takes_ends_all(launcher, wai
     assert launcher.finish(process).code == 143
 
 
-def test_under_nohup_a_job_goes_on(launcher, wait_for) -> None:
+def test_under_nohup_a_job_goes_on(launcher: Launcher, wait_for: WaitFor) -> None:
     ready = launcher.directory / "ready"
     script = "import pathlib, sys, time; pathlib.Path('ready').touch(); sys.stdin.read(); print('end')"
     process = launcher.start(
@@ -220,7 +223,7 @@ def test_under_nohup_a_job_goes_on(launcher, wait_for) -> None:
     assert (ran.code, ran.out) == (0, "[0]<stdout>:end\n")
 
 
-def test_the_second_interrupt_kills(launcher, wait_for) -> None:
+def test_the_second_interrupt_kills(launcher: Launcher, wait_for: WaitFor) -> None:
     script = SLEEPER.replace("raise SystemExit(0)", "open('caught', 'w').close(); time.sleep(1000)")
     process = launcher.start("-np", "2", sys.executable, launcher.script(script))
     wait_for(lambda: len(_pids(launcher.directory)) == 2)
@@ -232,7 +235,7 @@ def test_the_second_interrupt_kills(launcher, wait_for) -> None:
     assert len(ran.launcher) == 2
 
 
-def test_an_interrupt_while_ranks_wait_in_a_collective(launcher, wait_for) -> None:
+def test_an_interrupt_while_ranks_wait_in_a_collective(launcher: Launcher, wait_for: WaitFor) -> None:
     script = """
         import numpy as np, time
         import hvdlab.numpy as hvd
@@ -251,7 +254,7 @@ def test_an_interrupt_while_ranks_wait_in_a_collective(launcher, wait_for) -> No
     assert ran.launcher == ["interrupted; ending 2 ranks (once more to kill)"]
 
 
-def test_nothing_outlives_a_launcher_that_is_killed(launcher, wait_for) -> None:
+def test_nothing_outlives_a_launcher_that_is_killed(launcher: Launcher, wait_for: WaitFor) -> None:
     process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER))
     wait_for(lambda: len(_pids(launcher.directory)) == 2)
     process.kill()
@@ -259,7 +262,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launcher, wait_for) -> None:
     launcher.wait_for_none()
 
 
-def test_nothing_outlives_an_agent_that_is_killed(launcher, wait_for) -> None:
+def test_nothing_outlives_an_agent_that_is_killed(launcher: Launcher, wait_for: WaitFor) -> None:
     process = launcher.start("-np", "2", sys.executable, launcher.script(SLEEPER.replace("os.spawnlp", "# ")))
     wait_for(lambda: len(_pids(launcher.directory)) == 2)
     stat = Path(f"/proc/{_pids(launcher.directory)[0]}/stat").read_text()

@@ -12,6 +12,9 @@ import pytest
 
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner.run_function import run
+from integration.runner.conftest import Launcher, Ran
+
+Elastic = Callable[..., Ran]
 
 SHELL = """\
 #!/bin/sh
@@ -77,7 +80,7 @@ SLEEPS_ON_B_AT_FIRST = """
 
 
 @pytest.fixture
-def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
+def elastic(launcher: Launcher, tmp_path: Path) -> Elastic:
     """Return a function that runs the script with a discovery script that prints a file."""
     shell = tmp_path / "shell"
     shell.write_text(SHELL)
@@ -90,7 +93,7 @@ def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
         find: str = "cat hosts",
         script: str = SCRIPT,
         size: int = 1,
-    ) -> object:
+    ) -> Ran:
         (tmp_path / "hosts").write_text(hosts.replace("+", "\n"))
         given = ("--min-np", "1", "--host-discovery-script", find, "--ssh", str(shell))
         return launcher.python(size, script, *steps, flags=(*given, *flags, "--network-interface", "lo"))
@@ -98,7 +101,7 @@ def elastic(launcher, tmp_path: Path) -> Callable[..., object]:
     return start
 
 
-def test_ranks_join_and_leave_with_their_hosts(elastic) -> None:
+def test_ranks_join_and_leave_with_their_hosts(elastic: Elastic) -> None:
     ran = elastic("a", "1=a+b+c", "3=a+c", "2=a+b+c", "3=a", "1=a")
     assert ran.code == 0, ran.err
     said = ran.launcher
@@ -118,7 +121,7 @@ def test_ranks_join_and_leave_with_their_hosts(elastic) -> None:
     assert not [line for line in said if "anew" in line or "failed" in line]
 
 
-def test_a_host_that_is_lost_is_survived_and_comes_back(elastic) -> None:
+def test_a_host_that_is_lost_is_survived_and_comes_back(elastic: Elastic) -> None:
     ran = elastic("a+b", "2=kill:b", "1=a+b", "2=a", "1=a", flags=("--blacklist-cooldown-range", "2", "8"))
     assert ran.code == 0, ran.err
     assert [line for line in ran.launcher if line.startswith("b is put aside for 2 s: ")], ran.err
@@ -127,7 +130,7 @@ def test_a_host_that_is_lost_is_survived_and_comes_back(elastic) -> None:
     assert ran.of(0)[-1] == "done 0 1"
 
 
-def test_a_host_that_refuses_is_reported_once_and_training_goes_on(elastic, tmp_path: Path) -> None:
+def test_a_host_that_refuses_is_reported_once_and_training_goes_on(elastic: Elastic, tmp_path: Path) -> None:
     (tmp_path / "refuses-b").touch()
     flags = ("--blacklist-cooldown-range", "1", "2")
     ran = elastic("a+b", "1=mend:b", "2=a", flags=flags)
@@ -164,7 +167,7 @@ OTHER_VERSION = """
 
 
 @pytest.mark.parametrize("where", ["the shell", "the script"])
-def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic, where: str) -> None:
+def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic: Elastic, where: str) -> None:
     """Its shell never prints anything, or its rank never comes to ``hvd.init()``."""
     shell = where == "the shell"
     ran = elastic(
@@ -182,7 +185,7 @@ def test_a_host_where_a_start_hangs_is_put_aside_and_the_others_begin(elastic, w
     assert ran.of(0)[-1] == "done 0 1"
 
 
-def test_a_newcomer_that_never_comes_leaves_its_number_to_the_next(elastic) -> None:
+def test_a_newcomer_that_never_comes_leaves_its_number_to_the_next(elastic: Elastic) -> None:
     flags = ("--blacklist-cooldown-range", "1", "2", "--start-timeout", "15", "--elastic-timeout", "15")
     ran = elastic("a", "1=a+b", "2=a", flags=flags, script=SLEEPS_ON_B_AT_FIRST + SCRIPT)
     assert ran.code == 0, ran.err
@@ -193,7 +196,7 @@ def test_a_newcomer_that_never_comes_leaves_its_number_to_the_next(elastic) -> N
     assert ran.of(0)[-1] == "done 0 2"
 
 
-def test_a_host_with_another_version_is_reported_once_and_training_goes_on(elastic) -> None:
+def test_a_host_with_another_version_is_reported_once_and_training_goes_on(elastic: Elastic) -> None:
     ran = elastic("a+b", script=OTHER_VERSION, flags=("--blacklist-cooldown-range", "600", "600"))
     assert ran.code == 0, ran.err
     said = [line for line in ran.err.splitlines() if line.startswith("hvdlab coordinator: refused: ")]
@@ -202,7 +205,7 @@ def test_a_host_with_another_version_is_reported_once_and_training_goes_on(elast
     assert ran.of(0) == ["done 0 1"]
 
 
-def test_a_script_that_fails_is_reported_once(elastic, tmp_path: Path) -> None:
+def test_a_script_that_fails_is_reported_once(elastic: Elastic, tmp_path: Path) -> None:
     find = "[ -e asked ] && { echo no quota >&2; exit 3; }; cat hosts; touch asked"
     ran = elastic("a:2", "1=a", find=find, flags=("--max-np", "1"))
     assert ran.code == 0, ran.err
@@ -214,7 +217,7 @@ def test_a_script_that_fails_is_reported_once(elastic, tmp_path: Path) -> None:
     )
 
 
-def test_too_few_hosts_for_long(elastic) -> None:
+def test_too_few_hosts_for_long(elastic: Elastic) -> None:
     ran = elastic("", "1=a", flags=("--elastic-timeout", "2"))
     assert ran.code == 1
     assert ran.launcher == [

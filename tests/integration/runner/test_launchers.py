@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from integration.runner.conftest import Launcher
 from support.fakes.popen_launcher import offer
 
 ALLREDUCE = """
@@ -29,7 +30,7 @@ def offered(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(map(str, places))}
 
 
-def test_a_package_offers_a_launcher(launcher, offered: dict[str, str]) -> None:
+def test_a_package_offers_a_launcher(launcher: Launcher, offered: dict[str, str]) -> None:
     nice = os.getpriority(os.PRIO_PROCESS, 0) + 1
     ran = launcher.python(
         2, ALLREDUCE, flags=("--launcher", "popen", "--launcher-option", "nice=1", "--verbose"), env=offered
@@ -41,14 +42,14 @@ def test_a_package_offers_a_launcher(launcher, offered: dict[str, str]) -> None:
     assert "can't be" not in ran.err
 
 
-def test_a_rank_of_its_that_is_killed_ends_the_others(launcher, offered: dict[str, str]) -> None:
+def test_a_rank_of_its_that_is_killed_ends_the_others(launcher: Launcher, offered: dict[str, str]) -> None:
     program = "if [ $RANK = 1 ]; then kill -SEGV $$; fi; exec sleep 1000"
     ran = launcher.run("-np", "2", "--launcher", "popen", "bash", "-c", program, env=offered)
     assert ran.code == 139
     assert "rank 1 on popen-host failed first: killed by SIGSEGV (segmentation fault)" in ran.launcher
 
 
-def test_it_is_asked_only_for_what_it_can_do(launcher, offered: dict[str, str]) -> None:
+def test_it_is_asked_only_for_what_it_can_do(launcher: Launcher, offered: dict[str, str]) -> None:
     flags = ("-np", "2", "--launcher", "popen")
     ran = launcher.run(*flags, "--min-np", "1", "true", env=offered)
     assert ran.code == 2
@@ -69,7 +70,7 @@ def test_it_is_asked_only_for_what_it_can_do(launcher, offered: dict[str, str]) 
     assert "`broken` (no_such_module:Launcher) can't be used: ModuleNotFoundError" in ran.launcher[0]
 
 
-def test_ours_can_be_named(launcher) -> None:
+def test_ours_can_be_named(launcher: Launcher) -> None:
     for flags in (("--launcher", "local"), ("--launcher", "SSH", "-H", "localhost:2")):
         ran = launcher.run("-np", "2", *flags, sys.executable, "-c", "print('up')")
         assert (ran.code, sorted(ran.out.splitlines()), ran.err) == (

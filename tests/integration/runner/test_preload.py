@@ -7,12 +7,14 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import hvdlab
 from hvdlab.collectives.errors import InvalidRequestError
 from hvdlab.runner.run_function import RankFailedError
+from integration.runner.conftest import Launcher, WaitFor
 
 FLAG = ("--preload", "fractions")
 SEES_IMPORTS = "import sys; early = 'fractions' in sys.modules\n"
@@ -39,7 +41,7 @@ ENDS = {
 }
 
 
-def alike(launcher, *command: str, **options: object) -> None:
+def alike(launcher: Launcher, *command: str, **options: Any) -> None:
     """Fail unless a command does and prints the same when it is forked and when it is executed."""
     forked, executed = (
         launcher.run("-np", "1", *flags, *command, **options) for flags in (FLAG, ())
@@ -47,7 +49,7 @@ def alike(launcher, *command: str, **options: object) -> None:
     assert (forked.code, forked.out, forked.err) == (executed.code, executed.out, executed.err)
 
 
-def test_imports_are_there_and_the_agent_is_the_parent(launcher) -> None:
+def test_imports_are_there_and_the_agent_is_the_parent(launcher: Launcher) -> None:
     done = launcher.python(
         3,
         SEES_IMPORTS
@@ -59,19 +61,19 @@ def test_imports_are_there_and_the_agent_is_the_parent(launcher) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("-O", "-W", "error"), ("-I",)], ids=" ".join)
-def test_a_script_sees_what_it_always_sees(launcher, options: tuple[str, ...]) -> None:
+def test_a_script_sees_what_it_always_sees(launcher: Launcher, options: tuple[str, ...]) -> None:
     script = launcher.script(WHAT_A_PROGRAM_SEES)
     alike(launcher, sys.executable, *options, script, "an argument", "-m", input="what was piped in\n")
 
 
-def test_a_link_to_a_script(launcher, tmp_path: Path) -> None:
+def test_a_link_to_a_script(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "start").symlink_to(launcher.script("import helper; print(helper.__file__)"))
     (tmp_path / "helper.py").touch()
     alike(launcher, sys.executable, "bin/start")
 
 
-def test_code_and_modules(launcher, tmp_path: Path) -> None:
+def test_code_and_modules(launcher: Launcher, tmp_path: Path) -> None:
     alike(launcher, sys.executable, "-c", "import sys; print(__name__, sys.argv, sys.path[0])", "x")
     package = tmp_path / "package"
     package.mkdir()
@@ -90,15 +92,15 @@ def test_code_and_modules(launcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_ends(launcher, end: str) -> None:
+def test_ends(launcher: Launcher, end: str) -> None:
     alike(launcher, sys.executable, launcher.script(end))
 
 
-def test_a_script_that_is_missing(launcher) -> None:
+def test_a_script_that_is_missing(launcher: Launcher) -> None:
     alike(launcher, sys.executable, "missing.py")
 
 
-def test_each_rank_has_random_numbers_of_its_own(launcher) -> None:
+def test_each_rank_has_random_numbers_of_its_own(launcher: Launcher) -> None:
     done = launcher.python(
         3,
         "import random, numpy, torch; print(random.random(), numpy.random.rand(), float(torch.rand(1)))",
@@ -109,7 +111,7 @@ def test_each_rank_has_random_numbers_of_its_own(launcher) -> None:
     assert len(set(drawn)) == 9
 
 
-def test_ranks_train_together_and_a_lost_one_is_forked_anew(launcher, tmp_path: Path) -> None:
+def test_ranks_train_together_and_a_lost_one_is_forked_anew(launcher: Launcher, tmp_path: Path) -> None:
     script = f"""
         import os, signal, sys
         early = "torch" in sys.modules
@@ -135,7 +137,9 @@ def test_ranks_train_together_and_a_lost_one_is_forked_anew(launcher, tmp_path: 
     assert [done.of(rank)[-1] for rank in range(3)] == ["done True 3"] * 3
 
 
-def test_without_its_preloading_process_the_job_goes_on(launcher, tmp_path: Path, wait_for) -> None:
+def test_without_its_preloading_process_the_job_goes_on(
+    launcher: Launcher, tmp_path: Path, wait_for: WaitFor
+) -> None:
     script = launcher.script(
         f"""
         import os, sys, time
@@ -178,7 +182,7 @@ def test_without_its_preloading_process_the_job_goes_on(launcher, tmp_path: Path
     assert done.of(1) == ["done False"]
 
 
-def test_a_module_that_can_not_be_imported_is_said_once(launcher) -> None:
+def test_a_module_that_can_not_be_imported_is_said_once(launcher: Launcher) -> None:
     done = launcher.python(2, SEES_IMPORTS + "print(early)", flags=("--preload", "no_such_module,fractions"))
     assert done.code == 0
     assert [line for line in done.launcher if "no_such_module" in line] == [
@@ -196,7 +200,9 @@ def test_a_module_that_can_not_be_imported_is_said_once(launcher) -> None:
     ],
     ids=["it starts a thread", "it exits", "it crashes"],
 )  # fmt: skip
-def test_a_module_that_ruins_the_preloading_process(launcher, tmp_path: Path, text: str, said: str) -> None:
+def test_a_module_that_ruins_the_preloading_process(
+    launcher: Launcher, tmp_path: Path, text: str, said: str
+) -> None:
     (tmp_path / "ruins.py").write_text(text)
     done = launcher.python(
         2,
@@ -209,7 +215,7 @@ def test_a_module_that_ruins_the_preloading_process(launcher, tmp_path: Path, te
     assert any(line.endswith(f"their process ended, {said}") for line in done.launcher), done.err
 
 
-def test_an_import_without_end_is_no_start_without_end(launcher, tmp_path: Path) -> None:
+def test_an_import_without_end_is_no_start_without_end(launcher: Launcher, tmp_path: Path) -> None:
     (tmp_path / "endless.py").write_text("import time\nwhile True: time.sleep(1)")
     done = launcher.python(
         2,
@@ -221,7 +227,7 @@ def test_an_import_without_end_is_no_start_without_end(launcher, tmp_path: Path)
     assert any("ranks 0,1" in line and "3 s" in line for line in done.launcher), done.err
 
 
-def test_a_program_that_is_no_python(launcher) -> None:
+def test_a_program_that_is_no_python(launcher: Launcher) -> None:
     done = launcher.run("-np", "1", *FLAG, "bash", "-c", "echo")
     assert done.code == 2
     assert "`bash` is no Python program that could be forked" in done.launcher[0]

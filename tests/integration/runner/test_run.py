@@ -7,17 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-import hvdlab
-from hvdlab.collectives.coordinator.process import CoordinatorProcess
-from hvdlab.collectives.errors import StartError
 from hvdlab.launch import mpi
-from hvdlab.launch.host_agent.connection import AgentLink
-from hvdlab.launch.local import LocalLauncher
 from hvdlab.runner.cli import main
-from support.our_processes import our_processes
+from integration.runner.conftest import Launcher
 
 ENVIRONMENT = """
     import json, os
@@ -35,20 +29,20 @@ ALLREDUCE = """
 """
 
 
-def test_ranks_find_each_other(launcher) -> None:
+def test_ranks_find_each_other(launcher: Launcher) -> None:
     ran = launcher.python(3, ALLREDUCE)
     assert ran.code == 0, ran.err
     assert sorted(ran.out.splitlines()) == [f"[{rank}]<stdout>:{rank} 3 3" for rank in range(3)]
     assert not ran.err
 
 
-def test_eight_ranks(launcher) -> None:
+def test_eight_ranks(launcher: Launcher) -> None:
     ran = launcher.python(8, ALLREDUCE)
     assert ran.code == 0, ran.err
     assert [ran.of(rank) for rank in range(8)] == [[f"{rank} 8 28"] for rank in range(8)]
 
 
-def test_the_environment_of_ranks(launcher) -> None:
+def test_the_environment_of_ranks(launcher: Launcher) -> None:
     ran = launcher.python(2, ENVIRONMENT, flags=("--fusion-threshold-mb", "1"), env={"PMI_RANK": "7"})
     found = [json.loads(ran.of(rank)[0]) for rank in range(2)]
     port = found[0]["MASTER_PORT"]
@@ -74,14 +68,14 @@ def test_the_environment_of_ranks(launcher) -> None:
         }
 
 
-def test_any_program(launcher) -> None:
+def test_any_program(launcher: Launcher) -> None:
     ran = launcher.run("-np", "2", "bash", "-c", "echo $RANK; echo oh >&2; printf partial")
     assert ran.code == 0
     assert ran.of(1) == ["1", "partial"]
     assert ran.of(0, "stderr") == ["oh"]
 
 
-def test_floods_are_complete(launcher) -> None:
+def test_floods_are_complete(launcher: Launcher) -> None:
     script = """
         import os, sys
         rank = os.environ["RANK"]
@@ -96,7 +90,7 @@ def test_floods_are_complete(launcher) -> None:
     assert len(ran.out.splitlines()) + len(ran.err.splitlines()) == 80_000
 
 
-def test_output_that_is_no_text(launcher) -> None:
+def test_output_that_is_no_text(launcher: Launcher) -> None:
     script = """
         import os, sys
         sys.stdout.buffer.write(bytes(range(256)) * 4000)
@@ -109,7 +103,7 @@ def test_output_that_is_no_text(launcher) -> None:
     assert launcher.python(2, script).code == 0
 
 
-def test_output_to_files(launcher) -> None:
+def test_output_to_files(launcher: Launcher) -> None:
     ran = launcher.run("-np", "11", "--output-filename", "out", "bash", "-c", "echo $RANK; echo e$RANK >&2")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
     for rank in range(11):
@@ -118,19 +112,19 @@ def test_output_to_files(launcher) -> None:
         assert (place / "stderr").read_text() == f"e{rank}\n"
 
 
-def test_timestamps(launcher) -> None:
+def test_timestamps(launcher: Launcher) -> None:
     ran = launcher.run("-np", "1", "--prefix-output-with-timestamp", "echo", "hi")
     assert ran.out.endswith("[0]<stdout>:hi\n")
     assert len(ran.out) > len("[0]<stdout>:hi\n") + 10
 
 
-def test_rank_0_reads_what_is_piped_in(launcher) -> None:
+def test_rank_0_reads_what_is_piped_in(launcher: Launcher) -> None:
     ran = launcher.run("-np", "2", "cat", input="one\ntwo\n")
     assert ran.code == 0
     assert ran.out == "[0]<stdout>:one\n[0]<stdout>:two\n"
 
 
-def test_a_timeline(launcher) -> None:
+def test_a_timeline(launcher: Launcher) -> None:
     # A file holds what all ranks have recorded by rank 0's end, at which rank 1 can be in the middle of the allreduce.
     script = (
         ALLREDUCE
@@ -144,7 +138,7 @@ def test_a_timeline(launcher) -> None:
     assert {event["pid"] for event in spans} == {0, 1}, events  # though no rank called shutdown()
 
 
-def test_a_configuration_file(launcher) -> None:
+def test_a_configuration_file(launcher: Launcher) -> None:
     (launcher.directory / "c.yaml").write_text("num-proc: 2\nparams: {fusion-threshold-mb: 3}\n")
     ran = launcher.run("--config-file", "c.yaml", sys.executable, launcher.script(ENVIRONMENT))
     assert [json.loads(ran.of(rank)[0])["HOROVOD_FUSION_THRESHOLD"] for rank in range(2)] == [
@@ -152,7 +146,7 @@ def test_a_configuration_file(launcher) -> None:
     ] * 2
 
 
-def test_flags_without_effect_are_told_once(launcher) -> None:
+def test_flags_without_effect_are_told_once(launcher: Launcher) -> None:
     ran = launcher.run("-np", "2", "--num-nccl-streams", "2", "true")
     assert ran.launcher == ["--num-nccl-streams has no effect here: NCCL has one stream for each process set"]
 
@@ -166,12 +160,12 @@ TORCH = """
 """
 
 
-def test_scripts_written_for_horovod(launcher) -> None:
+def test_scripts_written_for_horovod(launcher: Launcher) -> None:
     ran = launcher.python(2, TORCH.format(module="horovod.torch"), flags=("--as-horovod",))
     assert [ran.of(rank) for rank in range(2)] == [["0 2 2.0 False"], ["1 2 2.0 False"]], ran.err
 
 
-def test_mpiexec_starts_the_ranks(launcher) -> None:
+def test_mpiexec_starts_the_ranks(launcher: Launcher) -> None:
     if reason := mpi.why_unavailable():
         pytest.skip(reason)
     ran = launcher.python(2, TORCH.format(module="hvdlab.torch"), flags=("--mpi",))
@@ -180,7 +174,7 @@ def test_mpiexec_starts_the_ranks(launcher) -> None:
     assert lines == ["0 2 2.0 True", "1 2 2.0 True"]
 
 
-def test_stalls_are_told(launcher) -> None:
+def test_stalls_are_told(launcher: Launcher) -> None:
     script = """
         import numpy as np
         import hvdlab.numpy as hvd
@@ -195,6 +189,7 @@ def test_stalls_are_told(launcher) -> None:
     os.mkfifo(told)
     flags = ("--stall-check-warning-time-seconds", "1")
     process = launcher.start("-np", "2", *flags, sys.executable, launcher.script(script))
+    assert process.stderr is not None
     warning = next((line for line in process.stderr if "stalled: allreduce `late`" in line), "")
     assert "rank 1 missing" in warning
     os.close(os.open(told, os.O_WRONLY))
@@ -224,7 +219,7 @@ def test_wrong_calls(arguments: list[str], said: str, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
 
 
-def test_check_build_tells_the_truth(launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_build_tells_the_truth(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = launcher.run("--check-build")
     assert ran.code == 0
     assert "[X] PyTorch" in ran.out
@@ -236,7 +231,7 @@ def test_check_build_tells_the_truth(launcher, monkeypatch: pytest.MonkeyPatch) 
     assert "[ ] MPI (mpiexec): `mpiexec` is neither" in cli.build_report()
 
 
-def test_a_reader_that_goes_away(launcher) -> None:
+def test_a_reader_that_goes_away(launcher: Launcher) -> None:
     process = launcher.start("-np", "2", "bash", "-c", "for i in $(seq 20000); do echo $i; done")
     assert process.stdout is not None
     process.stdout.readline()
@@ -246,21 +241,21 @@ def test_a_reader_that_goes_away(launcher) -> None:
     assert process.wait(60) == 0
 
 
-def test_a_program_beside_the_script_hides_no_module_of_ours(launcher) -> None:
+def test_a_program_beside_the_script_hides_no_module_of_ours(launcher: Launcher) -> None:
     (launcher.directory / "msgspec.py").write_text("raise SystemExit('the wrong one')")
     (launcher.directory / "selectors.py").write_text("raise SystemExit('the wrong one')")
     process = launcher.run("-np", "1", "echo", "hi", env={"PYTHONSAFEPATH": "1"})
     assert process.out == "[0]<stdout>:hi\n"
 
 
-def test_nothing_is_left_in_the_temporary_directory(launcher, tmp_path: Path) -> None:
+def test_nothing_is_left_in_the_temporary_directory(launcher: Launcher, tmp_path: Path) -> None:
     place = tmp_path / "t"
     place.mkdir()
     assert launcher.python(2, ALLREDUCE, env={"TMPDIR": str(place)}).code == 0
     assert list(place.iterdir()) == []
 
 
-def test_command_and_environment_need_not_be_utf8(launcher) -> None:
+def test_command_and_environment_need_not_be_utf8(launcher: Launcher) -> None:
     odd = os.fsdecode(b"Entw\xfcrfe")
     script = launcher.script("import os, sys\nprint(ascii([os.environ['ODD'], *sys.argv[1:]]))")
     done = launcher.run("-np", "1", sys.executable, script, odd, env={"ODD": odd})
@@ -280,28 +275,6 @@ AGENTS = """
 """
 
 
-def test_the_agent_that_came_up_beside_the_coordinator_starts_the_ranks(launcher) -> None:
+def test_the_agent_that_came_up_beside_the_coordinator_starts_the_ranks(launcher: Launcher) -> None:
     done = launcher.python(1, AGENTS)
     assert done.of(0) == ["1"], done.err
-
-
-def test_the_agent_ends_if_the_coordinator_can_not_be_started(
-    launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(**options: object) -> CoordinatorProcess:
-        raise StartError("no coordinator today")
-
-    started: list[psutil.Process] = []
-    start_agent = LocalLauncher.start_agent
-
-    def start(self: LocalLauncher, *, stdin: bool) -> AgentLink:
-        link = start_agent(self, stdin=stdin)
-        started.extend(our_processes())
-        return link
-
-    monkeypatch.setattr(CoordinatorProcess, "start", refuse)
-    monkeypatch.setattr(LocalLauncher, "start_agent", start)
-    with pytest.raises(StartError, match="today"):
-        hvdlab.run(int, np=1)
-    assert len(started) == 1
-    assert not started[0].is_running()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from support.ranks.resident import Ranks
 def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:
     import keras
     import tensorflow as tf
-    import tf_keras
+    import tf_keras  # type: ignore[import-untyped]  # has no types
 
     import hvdlab.tensorflow as hvd
     import hvdlab.tensorflow.keras as hvd_keras
@@ -58,10 +59,10 @@ def _cases() -> list[tuple[Callable[[], Any], type[Exception], str]]:
         optimizer = hvd.DistributedOptimizer(plain)
         model = package.Sequential([package.layers.Dense(1)])
         cases += [
-            (lambda o=optimizer: hvd.DistributedOptimizer(o), InvalidRequestError, twice),
-            (lambda o=optimizer: hvd_keras.PartialDistributedOptimizer(o), InvalidRequestError, twice),
+            (functools.partial(hvd.DistributedOptimizer, optimizer), InvalidRequestError, twice),
+            (functools.partial(hvd_keras.PartialDistributedOptimizer, optimizer), InvalidRequestError, twice),
             (
-                lambda m=model, o=optimizer: m.compile(o, loss="mse", jit_compile=True),
+                functools.partial(model.compile, optimizer, loss="mse", jit_compile=True),
                 UnsupportedError,
                 jit,
             ),

@@ -84,7 +84,7 @@ def plain_variables(disturbed: Disturbed, state_of: Callable[..., Any]) -> tuple
     weights = tf.Variable(np.random.default_rng(hvd.rank()).normal(size=(3, 1)).astype(np.float32))
     state = state_of(hvd.elastic.TensorFlowState, [weights], epoch=0, batch=0, log=[])
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def step(x: Any, y: Any) -> None:
         with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
             loss = tf.reduce_mean((x @ weights - y) ** 2)
@@ -115,7 +115,7 @@ def keras_fit(disturbed: Disturbed, state_of: Callable[..., Any]) -> tuple[Any, 
     state = state_of(hvd.elastic.KerasState, model, epoch=0, batch=0, log=[])
     rows = tf.data.Dataset.from_tensor_slices(_data()).repeat().batch(4)
 
-    class Logged(keras.callbacks.Callback):  # type: ignore[misc,name-defined]
+    class Logged(keras.callbacks.Callback):  # type: ignore[misc]  # Keras has no types
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             disturbed.step()
             state.log = [*state.log, (state.epoch, len(state.log))]

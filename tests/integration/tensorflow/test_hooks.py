@@ -11,7 +11,7 @@ def described() -> None:
     import keras
     import numpy as np
     import tensorflow as tf
-    import tf_keras
+    import tf_keras  # type: ignore[import-untyped]  # has no types
 
     from hvdlab.bindings.framework_hooks import NotOurs, hooks_of
     from hvdlab.kernel_ext.rank.object_tree import leaves_of

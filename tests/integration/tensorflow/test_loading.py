@@ -121,10 +121,11 @@ def own_optimizers(version: int) -> None:
         _save(model, path)
         # hvdlab can read the class of the optimizer before Keras loads the model in these files only, not in a directory.
         made_by = {".keras": [Further, plain_one, distributed_one], ".h5": [distributed_one]}.get(ending, [])
-        for options in (
+        known: list[dict[str, Any]] = [
             {"custom_optimizers": [Further]},
             *({"custom_objects": {"Further": each}} for each in made_by),
-        ):
+        ]
+        for options in known:
             again = load(path, **options)
             assert again.optimizer.factor == 3.0
             assert isinstance(again.optimizer, Further)

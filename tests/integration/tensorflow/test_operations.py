@@ -29,7 +29,8 @@ def _modules() -> tuple[Any, Any]:
 
 def _total(hvd: Any) -> float:
     """Return the sum of the ranks' numbers, counted from 1."""
-    return hvd.size() * (hvd.size() + 1) / 2
+    found: float = hvd.size() * (hvd.size() + 1) / 2
+    return found
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
@@ -42,7 +43,7 @@ def every_dtype() -> None:
         for shape in ((), (0,), (3,), (2, 0, 3), (40_000,)):
             given.append(tf.cast(tf.ones(shape), dtype.label))
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def reduced() -> Any:
         sums = [hvd.allreduce(each, op=hvd.Max if each.dtype == tf.bool else hvd.Sum) for each in given]
         return sums, hvd.grouped_allreduce(given, op=hvd.Max)
@@ -61,13 +62,14 @@ def unsigned_shorts() -> None:
     tf, hvd = _modules()
     x = tf.cast(tf.fill([hvd.size(), 1], 60_000 + hvd.rank()), tf.uint16)
     last = 60_000 + hvd.size() - 1
-    for call in (
+    calls: list[Callable[[], Any]] = [
         lambda: hvd.allgather(x),
         lambda: hvd.grouped_allgather([x, tf.ones(1), x])[2],
         lambda: hvd.broadcast(x, hvd.size() - 1),
         lambda: hvd.alltoall(x, splits=[1] * hvd.size())[0],
         lambda: hvd.broadcast_([tf.Variable(x)], hvd.size() - 1)[0].read_value(),
-    ):
+    ]
+    for call in calls:
         assert call().dtype == tf.uint16
         assert int(np.max(call().numpy())) == last
     inside = tf.function(lambda: hvd.allgather(x), autograph=False)()
@@ -82,7 +84,7 @@ def in_process_sets() -> None:
     sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())]
     mine, other = sets[hvd.rank()], sets[hvd.rank() - 1]
     x = tf.fill([1, 2], float(hvd.rank()))
-    for call in (
+    calls: list[Callable[[Any], Any]] = [
         lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=mine),
         lambda x: hvd.grouped_allreduce([x, x], process_set=mine)[0],
         lambda x: hvd.allgather(x, process_set=mine),
@@ -90,7 +92,8 @@ def in_process_sets() -> None:
         lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=mine),
         lambda x: hvd.grouped_reducescatter([x], process_set=mine)[0],
         lambda x: hvd.alltoall(x, process_set=mine),
-    ):
+    ]
+    for call in calls:
         if hvd.rank():  # one time more than rank 0, so that the ranks run different ones
             call(x)
 
@@ -117,7 +120,7 @@ def every_operation() -> None:
     tf, hvd = _modules()
     rank, size = hvd.rank(), hvd.size()
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def run(x: Any) -> dict[str, Any]:
         ragged = hvd.allgather(tf.fill([rank + 1, 2], rank))
         assert ragged.shape.as_list() == [None, 2]
@@ -199,17 +202,17 @@ def integer_slices() -> None:
 
     for found in (reduced(), tf.function(reduced, autograph=False)()):
         for name, values in found.items():
-            expected = {
+            expectations: dict[str, Any] = {
                 "mixed": [[3, 5]], "half": [[3, 5]], "beside": [4, 6],
                 "scaled": [[3 * size, 5 * size]], "cut": [[1 * size, 2 * size]],
-            }[name.split()[0]]  # fmt: skip
-            np.testing.assert_allclose(values, expected, err_msg=name)
+            }  # fmt: skip
+            np.testing.assert_allclose(values, expectations[name.split()[0]], err_msg=name)
 
 
 def any_order() -> None:
     tf, hvd = _modules()
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def run(x: Any) -> list[Any]:
         order = range(MANY) if hvd.rank() % 2 == 0 else reversed(range(MANY))
         outputs = {i: hvd.allreduce(x + i, op=hvd.Sum, name=f"t{i}") for i in order}
@@ -225,7 +228,7 @@ def executions() -> None:
     time."""
     tf, hvd = _modules()
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def run() -> Any:
         one = tf.constant(1.0)
         return hvd.allreduce(one, op=hvd.Sum), hvd.allreduce(one, op=hvd.Sum)
@@ -289,7 +292,7 @@ def variables() -> None:
     assert [given[0].numpy().tolist(), int(given[1])] == [[1.0] * 3, 1]
     given[0].assign([float(hvd.rank())] * 3)
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def inside() -> None:
         hvd.broadcast_variables(given, 0)
 
@@ -345,7 +348,7 @@ def signatures() -> None:
 def joined() -> None:
     tf, hvd = _modules()
 
-    @tf.function(autograph=False)
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # TensorFlow has no types
     def step(x: Any) -> Any:
         return hvd.allreduce(x, op=hvd.Sum)
 
@@ -536,10 +539,10 @@ def threads_of_kernels() -> list[tuple[int, bool]]:
     found = []
     run = kernels._run
 
-    def noticed(*arguments: Any) -> None:
+    def noticed(execution: Any, call: Any) -> None:
         found.append((threading.get_native_id(), not hasattr(met, "before")))
         met.before = True
-        run(*arguments)
+        run(execution, call)
 
     reduced = tf.function(lambda tensor: hvd.allreduce(tensor, op=hvd.Sum, name="threads"), autograph=False)
     reduced(tf.ones(3))

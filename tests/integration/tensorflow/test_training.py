@@ -378,8 +378,8 @@ def passes(version: int) -> None:
     for number in range(4):
         step(tf.constant(float(hvd.rank() + 1 + number)))
         found.append(round(float(tf.convert_to_tensor(variable)), 5))
-    first = 1 - 0.1 * np.mean([r + 1.5 for r in range(hvd.size())])
-    second = first - 0.1 * np.mean([r + 3.5 for r in range(hvd.size())])
+    first = 1 - 0.1 * float(np.mean([r + 1.5 for r in range(hvd.size())]))
+    second = first - 0.1 * float(np.mean([r + 3.5 for r in range(hvd.size())]))
     np.testing.assert_allclose(found, [1, first, first, second], rtol=1e-5)
     assert int(tf.convert_to_tensor(optimizer.iterations)) == 4
 
@@ -518,7 +518,7 @@ def saves(version: int) -> None:
     load = (
         hvd_keras.load_model
         if version == 3
-        else lambda *a: load_model(keras, *a, None, None, hvd.Compression.none)
+        else lambda path: load_model(keras, path, None, None, hvd.Compression.none)
     )
     again = load(path)
     assert isinstance(again.optimizer, Distributed)
@@ -625,7 +625,7 @@ def names_that_packages_replace() -> None:
     """Check that every reduction of a Keras optimizer goes through ``_allreduce`` and ``_allreduce_grads``, which
     packages replace."""
     tf, hvd, hvd_keras = _modules()
-    import tf_keras
+    import tf_keras  # type: ignore[import-untyped]  # has no types
 
     mean = (hvd.size() + 1) / 2
     made: list[Callable[[], Any]] = [
@@ -842,7 +842,7 @@ def late_variables(version: int) -> None:
     """A rank has not trained yet, and so has no momentum: after the synchronization all ranks have rank 0's, and train alike."""
     keras, (_, hvd, hvd_keras) = _keras(version), _modules()
     x, y = (np.ones((4, 3), np.float32), np.ones((4, 1), np.float32))
-    makers = [lambda: keras.optimizers.SGD(0.1, momentum=0.9)]
+    makers: list[Callable[[], Any]] = [lambda: keras.optimizers.SGD(0.1, momentum=0.9)]
     makers.append(lambda: keras.mixed_precision.LossScaleOptimizer(makers[0]()))
     if version == 2:
         makers.append(lambda: keras.optimizers.legacy.SGD(0.1, momentum=0.9))

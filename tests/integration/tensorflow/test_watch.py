@@ -212,13 +212,14 @@ def refusals(version: int) -> None:
     model = _model(keras)
     optimizer = keras.optimizers.SGD(RATE)
     kind = type(optimizer)
-    for call, text in (
+    cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: hvd.watch(object()), "takes a model of Keras, not a object"),
         (lambda: hvd.watch(model), r"compile the model before, or give optimizer=\."),
         (lambda: hvd.watch(model, "sgd"), "takes an optimizer of Keras, not a str"),
         (lambda: hvd.watch(model, optimizer, every=-1), "every= is a number of steps, not -1"),
         (lambda: hvd.watch(model, optimizer, batch_size=0), "batch_size= is the number of samples"),
-    ):
+    ]
+    for call, text in cases:
         with pytest.raises(InvalidRequestError, match=text):
             call()
     assert type(optimizer) is kind

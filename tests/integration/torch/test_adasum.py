@@ -82,7 +82,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda ps: torch.optim.Adam(ps, 0.05),
 }
-OPTIONS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+OPTIONS: dict[str, Callable[[nn.Sequential], dict[str, Any]]] = {
     "plain": lambda net: {},
     "named": lambda net: {"named_parameters": net.named_parameters()},
     "groups": lambda net: {"groups": 2},

@@ -17,7 +17,7 @@ three = resident_ranks(3, init=False, imports=["hvdlab.torch"])
 def with_sets(times: int) -> list[tuple[int | None, float]]:
     """In each world: the same process set, given to init(), and one that is added later."""
     given = hvd.ProcessSet([0, 1])
-    results = []
+    results: list[tuple[int | None, float]] = []
     for _ in range(times):
         assert given.process_set_id is None
         hvd.init(process_sets=[given])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -35,14 +36,16 @@ def announcements(elements: int, seconds: float, *, fails: bool = False) -> tupl
         mock.patch.object(gradient_reducer, "LONGEST_SECONDS", seconds),
         mock.patch.object(gradient_reducer, "ENOUGH_BYTES", 4 * 1000),
     ):
-        parameters = [torch.nn.Parameter(torch.zeros(elements)) for _ in range(PARAMETERS)]
+        parameters: list[torch.Tensor] = [
+            torch.nn.Parameter(torch.zeros(elements)) for _ in range(PARAMETERS)
+        ]
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(parameters, lr=1.0),
             named_parameters=[(f"p{i}", parameter) for i, parameter in enumerate(parameters)],
         )
         engine = context.engine()
         sent: list[m.Message] = []
-        send_all = EngineProbe(engine).endpoint.send_all
+        send_all: Callable[[Sequence[m.Message]], bool] = EngineProbe(engine).endpoint.send_all
 
         def counted(messages: Sequence[m.Message]) -> bool:
             sent.extend(messages)
@@ -57,7 +60,7 @@ def announcements(elements: int, seconds: float, *, fails: bool = False) -> tupl
                 first.register_hook(_fail)
                 with pytest.raises(ZeroDivisionError):
                     first.backward()
-            sum(parameter.sum() for parameter in parameters).backward()
+            cast(torch.Tensor, sum(parameter.sum() for parameter in parameters)).backward()
             counts = [len(message.locals) for message in sent if isinstance(message, m.Announce)]
             left = EngineProbe(engine).locked.state.queued
         optimizer.step()

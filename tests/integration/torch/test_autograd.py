@@ -7,7 +7,7 @@ of the *sum* of the losses for allreduce and alltoall, and that of their *mean* 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,9 +85,9 @@ def in_one_process(case: str, given: list[Tensors]) -> tuple[list[Tensors], floa
     firsts = [ts[0] for ts in given]
     match case:
         case "allreduce average":
-            return [[sum(firsts) / size]] * size, 1.0
+            return [[cast(torch.Tensor, sum(firsts)) / size]] * size, 1.0
         case "allreduce sum":
-            return [[sum(firsts) * 1.5]] * size, 1.0
+            return [[cast(torch.Tensor, sum(firsts)) * 1.5]] * size, 1.0
         case "grouped_allreduce":
             return [[torch.stack(column).mean(0) for column in transposed(given)]] * size, 1.0
         case "allgather":

@@ -120,9 +120,10 @@ def test_init_takes_the_ranks_there_are(world_of_one: None) -> None:
     with pytest.raises(UnsupportedError):
         hvd.init(comm=[0, 1])
     assert not hvd.is_initialized()
-    for wrong in ("static", [["a"]], 3, [[0, 5]], [[]]):
+    no_sets: tuple[Any, ...] = ("static", [["a"]], 3, [[0, 5]], [[]])
+    for wrong in no_sets:
         with pytest.raises((InvalidRequestError, TypeError)):
-            hvd.init(process_sets=wrong)  # type: ignore[arg-type]  # on purpose
+            hvd.init(process_sets=wrong)
         assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"two process sets of the ranks \[0\]"):
         hvd.init(process_sets=[hvd.ProcessSet([0]), [0]])

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, _make_nccl_premul_sum
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 import hvdlab.torch.c10d  # noqa: F401  (makes the backend known)
 from hvdlab.collectives.errors import (
@@ -57,6 +59,10 @@ def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     """Return small whole numbers that differ between ranks, and which every dtype holds exactly."""
     generator = torch.Generator().manual_seed(7 + rank)
     return torch.randint(0, 5, shape, generator=generator).to(dtype)
+
+
+def _total(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return cast(torch.Tensor, sum(tensors))
 
 
 # -- the matrix -------------------------------------------------------------------------------------------------------
@@ -174,6 +180,7 @@ def _point_to_point(group: Group, rank: int, size: int) -> Tensors:
         dist.irecv(first, before, group=group, tag=1),
     ]
     for work in works:
+        assert work is not None
         work.wait()
     operations = [
         dist.P2POp(dist.isend, values(rank, 4), after, group=group),
@@ -204,12 +211,14 @@ def _any_source(group: Group, rank: int, size: int) -> Tensors:
         if rank:
             works = [dist.isend(values(rank + i, 3), 0, group=group, tag=tag) for i in range(2)]
             for work in works:
+                assert work is not None
                 work.wait()
         else:
             outputs, sources = [torch.zeros(3) for _ in range(2 * (size - 1))], []
             for output in outputs[:-1]:
                 sources.append(dist.recv(output, group=group, tag=tag))
             last = dist.irecv(outputs[-1], group=group, tag=tag)
+            assert last is not None
             last.wait()
             assert last.is_completed()
             sources.append(last._source_rank())
@@ -297,7 +306,8 @@ def _differences(without: str = "") -> list[str]:
         if name == without:
             continue
         outcomes = []
-        for group in (_GROUPS["gloo"], dist.group.WORLD):
+        groups: tuple[Group, Group] = (_GROUPS["gloo"], dist.group.WORLD)
+        for group in groups:
             try:
                 outcomes.append(case(group, rank, size))
             except Exception as error:  # noqa: BLE001  (the test shows it with the case's name)
@@ -518,7 +528,7 @@ def _late_message() -> None:
     if rank == 0:
         work = dist.all_reduce(total, async_op=True)
         with pytest.raises(AbortedError, match=r"recv #.* timeout of the process group") as late:
-            dist.irecv(value, 1, tag=3).wait(timedelta(seconds=0.1))
+            dist.irecv(value, 1, tag=3).wait(timedelta(seconds=0.1))  # type: ignore[union-attr]  # the rank is in the group
         assert late.value.pending.missing == (1,)
     dist.monitored_barrier(_GROUPS["gloo"])
     if rank:
@@ -628,16 +638,16 @@ def _beyond_gloo() -> None:
     ranks = range(size)
     mean, scaled, truth = values(rank, 4), values(rank, 4), torch.tensor([rank == 0, False])
     dist.all_reduce(mean, op=OPS.AVG)
-    dist.all_reduce(scaled, op=dist._make_nccl_premul_sum(0.5))
+    dist.all_reduce(scaled, op=_make_nccl_premul_sum(0.5))
     dist.all_reduce(truth)
-    whole = sum(values(each, 4) for each in ranks)
+    whole = _total(values(each, 4) for each in ranks)
     torch.testing.assert_close(mean, whole / size)
     assert torch.equal(scaled, whole * 0.5)
     assert truth.tolist() == [True, False]
     strided = values(rank, 8)
     dist.all_reduce(strided[::2])  # Gloo takes elements in between instead
     expected = values(rank, 8)
-    expected[::2] = sum(values(each, 8) for each in ranks)[::2]  # type: ignore[index]
+    expected[::2] = _total(values(each, 8) for each in ranks)[::2]
     assert torch.equal(strided, expected)
     brain = values(rank, 4).bfloat16()
     dist.all_reduce(brain)
@@ -667,14 +677,14 @@ def _beyond_gloo() -> None:
     dist.reduce_scatter(part, [torch.full((each + 1,), float(rank)) for each in ranks])
     assert part.tolist() == [sum(ranks)] * (rank + 1)
     several = [values(rank, 2), values(rank, 3)]
-    with dist._coalescing_manager(async_ops=True) as manager:
+    with _coalescing_manager(async_ops=True) as manager:
         for tensor in several:
             dist.all_reduce(tensor)
     manager.wait()
-    assert [t.tolist() for t in several] == [sum(values(e, n) for e in ranks).tolist() for n in (2, 3)]
+    assert [t.tolist() for t in several] == [_total(values(e, n) for e in ranks).tolist() for n in (2, 3)]
     # With a device the manager gathers all operations that are called, messages as well.
     ring, mixed = torch.zeros(3), values(rank, 2)
-    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         dist.isend(values(rank, 3), (rank + 1) % size)
         dist.irecv(ring, (rank - 1) % size)
         dist.broadcast(mixed, 0)
@@ -722,7 +732,7 @@ def _functional() -> None:
     from torch.distributed import _functional_collectives as functional
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    whole = sum(values(each, size) for each in range(size))
+    whole = _total(values(each, size) for each in range(size))
     assert torch.equal(functional.all_reduce(values(rank, size), "sum", dist.group.WORLD) + 0, whole)
     shard = functional.reduce_scatter_tensor(values(rank, size), "sum", 0, dist.group.WORLD)
     assert torch.equal(functional.all_gather_tensor(shard, 0, dist.group.WORLD) + 0, whole)
@@ -841,7 +851,7 @@ def _groups(path: str) -> None:
 def _again(path: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    dist.init_process_group("hvdlab", store=dist.FileStore(path, size), rank=rank, world_size=size)
+    dist.init_process_group("hvdlab", store=FileStore(path, size), rank=rank, world_size=size)
     tensor = torch.ones(2)
     dist.all_reduce(tensor)
     assert tensor[0] == size
@@ -869,12 +879,13 @@ def _failures() -> list[str]:
     rank, size = dist.get_rank(), dist.get_world_size()
     texts = []
     tensor = torch.ones(3)
-    for wrong in (
+    disagreeing: tuple[Callable[[], object], ...] = (
         lambda: dist.broadcast(tensor, 0) if rank == 0 else dist.all_reduce(tensor),
         lambda: dist.all_reduce(torch.ones(3 + (rank == 0))),
         lambda: dist.all_reduce(tensor, op=OPS.MAX if rank == 0 else OPS.MIN),
         lambda: dist.all_gather([torch.zeros(1 + rank)] * size, torch.zeros(1 + rank)),
-    ):
+    )
+    for wrong in disagreeing:
         with pytest.raises(MismatchError) as caught:
             wrong()
         texts.append(str(caught.value))
@@ -894,17 +905,18 @@ def _failures() -> list[str]:
     _meet()
     dist.monitored_barrier()
     dist.all_reduce(tensor)
-    for refused in (
+    unsupported: tuple[Callable[[], object], ...] = (
         lambda: dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn)),
         lambda: dist.all_reduce(torch.ones(2), op=OPS.BAND),
-    ):
+    )
+    for refused in unsupported:
         with pytest.raises(UnsupportedError):
             refused()
     if rank == 0:
         with pytest.raises(
             AbortedError, match=r"recv from any rank #.* timeout of the process group"
         ) as late:
-            dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))
+            dist.irecv(torch.ones(2), tag=9).wait(timedelta(seconds=0.1))  # type: ignore[union-attr]  # the rank is in the group
         assert late.value.pending.missing == tuple(range(1, size))
     dist.monitored_barrier(_GROUPS["gloo"])  # the others wait here, which hvdlab does not know
     with pytest.raises(

@@ -410,14 +410,16 @@ def test_limit_of_a_call_ends_its_wait(world: Ranks) -> None:
 
 
 def _wrong_arguments() -> None:
-    group, tensor = dist.group.WORLD, torch.ones(1)
-    for call in (
+    group: Any = dist.group.WORLD
+    tensor = torch.ones(1)
+    calls: tuple[Callable[[], object], ...] = (
         lambda: group.allreduce(),
         lambda: group.allreduce(tensor, root=0),
         lambda: group.allreduce(tensor, 5),
         lambda: group.broadcast(tensor, 0, None, 3),
         lambda: group.barrier(dist.BarrierOptions(), timeout=timedelta(seconds=60)),
-    ):
+    )
+    for call in calls:
         with pytest.raises(TypeError):
             call()
     dist.barrier()

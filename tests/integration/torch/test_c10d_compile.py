@@ -38,7 +38,7 @@ def _around() -> Any:
 
 
 def _inside() -> Any:
-    return nn.parallel.DistributedDataParallel(torch.compile(_model(), backend="eager"))  # type: ignore[arg-type]
+    return nn.parallel.DistributedDataParallel(torch.compile(_model(), backend="eager"))
 
 
 def _trained() -> list[str]:
@@ -51,10 +51,11 @@ def _trained() -> list[str]:
     )
     alone = _model()
     makers: dict[str, tuple[Callable[[], Any], slice]] = {
+        "": (lambda: alone, slice(None)),
         "around": (_around, slice(4 * rank, 4 * rank + 4)),
         "inside": (_inside, slice(4 * rank, 4 * rank + 4)),
     }
-    for name, (make, rows) in {"": (lambda: alone, slice(None)), **makers}.items():
+    for name, (make, rows) in makers.items():
         model = make()
         optimizer = torch.optim.Adam(model.parameters(), 0.1)
         # The hook that counts steps must neither break the graph nor make torch compile it again for each step.
@@ -73,7 +74,7 @@ def _functional() -> list[float]:
     from torch.distributed import _functional_collectives as collectives
 
     def total(x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = collectives.all_reduce(x * 2, "sum", dist.group.WORLD)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = collectives.all_reduce(x * 2, "sum", dist.group.WORLD)
         return found + 1
 
     compiled = torch.compile(total, backend="eager", fullgraph=True)

@@ -138,10 +138,10 @@ MOVING = {
 def _cases() -> Iterator[tuple[str, Callable[[Group, int, int], Tensors]]]:
     for dtype in DTYPES:
         for name, moves in MOVING.items():
-            yield f"{name} {dtype}", lambda *args, f=moves, d=dtype: f(*args, d)  # type: ignore[misc]
+            yield f"{name} {dtype}", lambda *args, f=moves, d=dtype: f(*args, d)
         for name, reduces in REDUCING.items():
             for word, op in OPERATORS.items():
-                yield f"{name} {word} {dtype}", lambda *args, f=reduces, d=dtype, o=op: f(*args, d, o)  # type: ignore[misc]
+                yield f"{name} {word} {dtype}", lambda *args, f=reduces, d=dtype, o=op: f(*args, d, o)
 
 
 def _outcome(

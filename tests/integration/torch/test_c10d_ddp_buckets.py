@@ -111,8 +111,9 @@ class _Checkpointed(nn.Module):
         self.layers = _layers()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
-        for layer in self.layers[1:]:
+        first, *others = self.layers
+        x = first(x)
+        for layer in others:
             x = checkpoint(layer, x, use_reentrant=True)
         return x
 
@@ -140,7 +141,7 @@ class _Complex(nn.Module):
 
 def _hooked(hook: Any) -> Wrap:
     def wrap() -> nn.parallel.DistributedDataParallel:
-        model = nn.parallel.DistributedDataParallel(_layers(), bucket_cap_mb=KIB)  # type: ignore[arg-type]
+        model = nn.parallel.DistributedDataParallel(_layers(), bucket_cap_mb=KIB)
         if isinstance(hook, str):
             model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, hook))  # type: ignore[attr-defined]
         else:
@@ -151,7 +152,7 @@ def _hooked(hook: Any) -> Wrap:
 
 
 def _with(make: Callable[[], nn.Module] = _layers, **options: Any) -> Wrap:
-    return lambda: nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=KIB, **options)  # type: ignore[arg-type]
+    return lambda: nn.parallel.DistributedDataParallel(make(), bucket_cap_mb=KIB, **options)
 
 
 WRAPPERS: dict[str, Wrap] = {
@@ -236,7 +237,7 @@ def _two_in_one() -> list[list[str]]:
         with _seen() as seen:
             outputs = [model(torch.ones(2, 16)).square().mean() for model in (first, second)]
             expected = _buckets(first) + _buckets(second)
-            sum(outputs).backward()  # type: ignore[union-attr]
+            sum(outputs).backward()
         found += [sorted(seen), sorted(expected)]
     return found
 

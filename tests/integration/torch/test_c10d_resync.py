@@ -196,10 +196,11 @@ def _made(wrap: str, backward: bool) -> tuple[nn.Module, _FailsOnce, torch.optim
 
 
 #: The definitions that the cells use.
+DEFINITIONS: tuple[Callable[..., object], ...] = (_adam, _step, _state, _FailsOnce, _made)
 PRELUDE = "\n\n".join(
     [
         "import torch, torch.distributed as dist\nfrom torch import nn\nfrom hvdlab.torch.c10d import agree\n",
-        *map(inspect.getsource, (_adam, _step, _state, _FailsOnce, _made)),
+        *map(inspect.getsource, DEFINITIONS),
         'dist.init_process_group("hvdlab")',
     ]
 )

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,7 +166,7 @@ def _joined() -> None:
 
 def _tensors() -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     generator = torch.Generator().manual_seed(3)
@@ -178,7 +179,9 @@ def _tensors() -> None:
     ):
         one = distribute_tensor(left, mesh, placements)
         other = distribute_tensor(right, mesh, [Shard(0), Replicate()])
-        torch.testing.assert_close((one @ other).full_tensor(), left @ right)
+        product = one @ other
+        assert isinstance(product, DTensor)
+        torch.testing.assert_close(product.full_tensor(), left @ right)
         for again in ([Replicate(), Shard(1)], [Shard(1), Shard(0)]):
             torch.testing.assert_close(one.redistribute(mesh, again).full_tensor(), left)
     partial = one.from_local(torch.ones(3), mesh, [Partial(), Replicate()])
@@ -187,8 +190,9 @@ def _tensors() -> None:
 
 def _saved(path: str) -> None:
     """Save a sharded model and its optimizer, and load them into ones that are sharded in another way."""
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, scale: float) -> None:
         optimizer.zero_grad()
@@ -199,13 +203,15 @@ def _saved(path: str) -> None:
     for make in (_sharded(SIZE), _sharded(2, SIZE // 2)):
         model, optimizer = make()
         step(model, optimizer, 1.0)
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        state: dict[str, Any] = dict(
+            zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+        )
         if not after:
             step(model, optimizer, 2.0)
             state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-            checkpoint.save(state, checkpoint_id=path)
+            save(state, checkpoint_id=path)
         else:
-            checkpoint.load(state, checkpoint_id=path)
+            load(state, checkpoint_id=path)
             set_state_dict(
                 model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from hvdlab.collectives import context
 from hvdlab.collectives.errors import AbortedError, CauseKind, InvalidRequestError, MismatchError
@@ -28,6 +29,8 @@ from support.ranks.resident import Ranks
 
 LATE = 0.3  # seconds after which a rank counts as late in a watched group
 KEPT: dict[str, Any] = {}
+WATCHED: Any = watched
+"""The module: tests replace functions and classes that it imports from others."""
 
 
 def _begin() -> None:
@@ -154,7 +157,7 @@ def _too_long() -> str:
         dist.monitored_barrier(KEPT["gloo"])
         return ""
     with pytest.raises(AbortedError, match="the timeout of the process group") as caught:
-        dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+        dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1))
     dist.monitored_barrier(KEPT["gloo"])
     return str(caught.value)
 
@@ -176,13 +179,13 @@ def _skips() -> str:
         if rank != 1 or step != 1:
             works.append(dist.all_reduce(torch.ones(2), async_op=True))
     for work in works[:-1]:
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
     if rank == 1:
-        works[-1].wait()  # type: ignore[union-attr]
+        works[-1].wait()
         dist.monitored_barrier(KEPT["gloo"])
         return ""
     with pytest.raises(AbortedError) as caught:
-        works[-1].wait(timedelta(seconds=1))  # type: ignore[union-attr]
+        works[-1].wait(timedelta(seconds=1))
     dist.monitored_barrier(KEPT["gloo"])
     return str(caught.value)
 
@@ -215,7 +218,7 @@ def _aborts() -> None:
     work = dist.all_reduce(torch.ones(2), async_op=True)
     dist.monitored_barrier(KEPT["gloo"])
     with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
 
 
 def test_abort_gives_up_what_is_in_flight(world: Ranks) -> None:
@@ -277,7 +280,7 @@ class _Failed:
     """Torch's object of an operation that has failed already."""
 
     def get_future(self) -> Any:
-        future: torch.futures.Future[None] = torch.futures.Future()
+        future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_exception(RuntimeError("Connection closed by peer"))
         return future
 
@@ -297,7 +300,7 @@ def _fails_as_its_generation_ends() -> None:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         del group.report_failed
     with pytest.raises(AbortedError, match=r"rank 1 called abort\(\)"):
-        work.wait()  # type: ignore[union-attr]
+        work.wait()
 
 
 def test_a_launch_that_fails_while_its_generation_ends_ends(world: Ranks) -> None:
@@ -385,14 +388,14 @@ class _Connecting:
     """
 
     def __init__(self, timeout: timedelta, begun: Callable[[], None]) -> None:
-        self._make, self._timeout, self._begun = watched.make_inner, timeout, begun
+        self._make, self._timeout, self._begun = WATCHED.make_inner, timeout, begun
         self._thread: threading.Thread | None = None
-        watched.make_inner = self
+        WATCHED.make_inner = self
 
     def __call__(self, kind: str, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         inner: Any = self._make(kind, store, rank, size, timeout)
         if timeout == self._timeout:
-            watched.make_inner = self._make
+            WATCHED.make_inner = self._make
             self._connect, self._abort, self._aborted = inner.connect, inner.abort, threading.Event()
             inner.connect, inner.abort = self._connect_late, self._abort_first
         return inner
@@ -411,7 +414,7 @@ class _Connecting:
 
     def end(self) -> None:
         """Check that the thread that connects has ended."""
-        watched.make_inner = self._make
+        WATCHED.make_inner = self._make
         if self._thread is not None:
             self._thread.join(GONE)
             assert not self._thread.is_alive()
@@ -452,15 +455,15 @@ class _InterruptedWait(threading.Event):
 
 def _interrupt_making(pressed: threading.Event) -> None:
     """Interrupt the user's thread in place of a signal, which the interpreter may miss, while it waits for the next inner group."""
-    usual = watched.Generation
+    usual = WATCHED.Generation
 
     def generation(number: int) -> Any:
         made = usual(number)
         if number >= 0:
-            watched.Generation, made.made = usual, _InterruptedWait(pressed)
+            WATCHED.Generation, made.made = usual, _InterruptedWait(pressed)
         return made
 
-    watched.Generation = generation  # type: ignore[assignment, misc]
+    WATCHED.Generation = generation
 
 
 def _interrupted_in_new_group(timeout: timedelta) -> None:
@@ -520,7 +523,7 @@ def _subgroups() -> None:
         with pytest.raises(
             AbortedError, match=r"all_reduce #1 of group pair \(test_c10d_watched\.py:\d+\): .*timeout"
         ):
-            dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+            dist.all_reduce(torch.ones(1), group=pair, async_op=True).wait(timedelta(seconds=1))
     dist.monitored_barrier(KEPT["gloo"])
     if rank < 2:
         total = torch.ones(1)
@@ -595,17 +598,17 @@ def test_what_is_in_flight_ends_with_its_group(world: Ranks) -> None:
 def _by_device(backend: str) -> tuple[str, str]:
     dist.destroy_process_group()
     kept: list[str] = []
-    make = watched.make_inner
+    make = WATCHED.make_inner
 
     def stands_in(kind: str, *given: Any) -> Any:
         kept.append(kind)
         return make("gloo", *given)
 
-    watched.make_inner = stands_in  # there is no GPU
+    WATCHED.make_inner = stands_in  # there is no GPU
     try:
         dist.init_process_group(backend)
     finally:
-        watched.make_inner = make
+        WATCHED.make_inner = make
     group: Any = dist.group.WORLD
     total = torch.ones(2)
     dist.all_reduce(total)  # tensors of the host are agreed beside NCCL
@@ -629,7 +632,7 @@ def test_a_group_has_a_backend_for_each_device(world: Ranks) -> None:
 def test_options_that_make_no_sense_are_refused() -> None:
     for wrong in ({"watch": "looked at"}, {"inner": "mpi"}, {"late": 0.0}):
         with pytest.raises(InvalidRequestError, match="watch is 'agreed' or 'watched'"):
-            WatchOptions(**wrong)  # type: ignore[arg-type]
+            WatchOptions(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -648,7 +651,7 @@ def test_an_option_of_the_group_goes_before_the_variable(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("HVDLAB_C10D_WATCH", variable)
-    assert options.inner_backend(dist.HashStore(), 0, 1) == inner
+    assert options.inner_backend(HashStore(), 0, 1) == inner
 
 
 @pytest.mark.parametrize(
@@ -676,11 +679,12 @@ def _chosen_by_threads(
 ) -> dict[int, str]:
     """Return the inner backend that each of three ranks with these GPUs chooses."""
     monkeypatch.delenv("HVDLAB_C10D_WATCH", raising=False)
-    own = lambda: gpus[int(threading.current_thread().name)]  # three threads stand for the ranks
+    # Three threads stand for the ranks.
+    own: Callable[[], str] = lambda: gpus[int(threading.current_thread().name)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(own()))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(watch_options, "gpu_in_use", own)
-    store, found = dist.HashStore(), dict[int, str]()
+    store, found = HashStore(), dict[int, str]()
     store.set_timeout(timedelta(seconds=PATIENCE))
 
     def choose(rank: int) -> None:
@@ -697,7 +701,7 @@ def _chosen_by_threads(
 def test_a_variable_that_names_no_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDLAB_C10D_WATCH", "seen")
     with pytest.raises(InvalidRequestError, match="HVDLAB_C10D_WATCH='seen'"):
-        WatchOptions().inner_backend(dist.HashStore(), 0, 1)
+        WatchOptions().inner_backend(HashStore(), 0, 1)
 
 
 # -- a backward pass whose buckets meet two generations ---------------------------------------------------------------------
@@ -800,7 +804,7 @@ def test_the_next_inner_group_is_made_although_the_coordinator_dies_with_the_mai
 def _gives_up_and_loses(coordinator: int) -> None:
     """Rank 0 gives up a wait for rank 1, and the coordinator dies before it has read the request."""
     if dist.get_rank() == 0:
-        engine = context.engine()
+        engine: Any = context.engine()
         usual = engine.withdraw
 
         def withdraw(*arguments: Any) -> None:
@@ -811,7 +815,7 @@ def _gives_up_and_loses(coordinator: int) -> None:
         engine.withdraw = withdraw
         os.kill(coordinator, signal.SIGSTOP)
         with pytest.raises(AbortedError, match=r"all_reduce #\d+ .*timeout of the process group"):
-            dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1))  # type: ignore[union-attr]
+            dist.all_reduce(torch.ones(2), async_op=True).wait(timedelta(seconds=1))
     dist.monitored_barrier(KEPT["gloo"], timedelta(seconds=PATIENCE))
 
 

@@ -143,11 +143,9 @@ def test_the_average_of_equal_integers_is_that_integer(ranks: Ranks, dtype: torc
 def _bools() -> list[list[bool]]:
     mine = torch.arange(hvd.size()) == hvd.rank()
     root = hvd.size() - 1
-    return [
-        hvd.allgather(mine).tolist(),
-        hvd.broadcast(mine, root).tolist(),
-        hvd.alltoall(mine).tolist(),
-    ]
+    gathered, sent, exchanged = hvd.allgather(mine), hvd.broadcast(mine, root), hvd.alltoall(mine)
+    assert isinstance(exchanged, torch.Tensor)
+    return [gathered.tolist(), sent.tolist(), exchanged.tolist()]
 
 
 def test_bools_are_gathered_broadcast_and_exchanged(ranks: Ranks) -> None:
@@ -189,7 +187,7 @@ def _sparse() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rank = hvd.rank()
     entries = torch.tensor([[0, rank + 1], [1, 2]])
     given = torch.sparse_coo_tensor(entries, torch.tensor([1.0, 2.0]), (6, 3), check_invariants=True)
-    rows = torch.sparse_coo_tensor([[rank]], torch.ones(1, 4), (6, 4), check_invariants=True)
+    rows = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 4), (6, 4), check_invariants=True)
     return (
         hvd.allreduce(given, op=hvd.Sum).to_dense(),
         hvd.synchronize(hvd.sparse_allreduce_async(given, "sparse", hvd.Average)).to_dense(),

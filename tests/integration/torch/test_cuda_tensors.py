@@ -103,8 +103,8 @@ def moved() -> list[Any]:
     mine = on_gpu(gpu, torch.full((hvd.rank() + 1, 2), float(hvd.rank())))
     gathered = hvd.allgather(mine)
     sent = hvd.broadcast(on_gpu(gpu, torch.tensor([float(hvd.rank() + 3)])), root_rank=1)
-    received = BINDING._devices.received_here  # type: ignore[attr-defined]
-    return [gathered.tolist(), sent.tolist(), gathered.data_ptr() in received]
+    devices: Any = BINDING._devices
+    return [gathered.tolist(), sent.tolist(), gathered.data_ptr() in devices.received_here]
 
 
 def linked() -> tuple[dict[str, tuple[int, ...]], str]:

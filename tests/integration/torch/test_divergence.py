@@ -26,7 +26,9 @@ def train(steps: int, every: int, parts_at: int = 0, by_optimizer: bool = False,
             model(torch.randn(5, 4) + hvd.rank()).sum().backward()
             optimizer.step()
             if step == parts_at and hvd.rank() == hvd.size() - 1:
-                model[2].bias.data[0] += 1e-6
+                last = model[2]
+                assert isinstance(last, torch.nn.Linear)
+                last.bias.data[0] += 1e-6
         watch.check()
     except DivergenceError as error:
         return f"{error} at {error.step}"

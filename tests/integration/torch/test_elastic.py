@@ -88,7 +88,7 @@ class Training:
             return "done"
 
         returned = train(self.state)
-        state = self.state
+        state: Any = self.state
         return {
             "returned": returned,
             "weights": [p.detach().clone() for p in state.model.parameters()],

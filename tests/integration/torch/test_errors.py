@@ -41,22 +41,22 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "floating-point",
     ),
     "adasum in parts": (lambda: hvd.reducescatter(torch.ones(9), op=hvd.Adasum), UnsupportedError, "whole"),
-    "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),
-    "list to scatter": (lambda: hvd.reducescatter([1.0]), InvalidRequestError, "torch.Tensor"),
-    "list to reduce": (lambda: hvd.allreduce([1.0]), InvalidRequestError, "torch.Tensor"),
+    "no tensor": (lambda: hvd.allreduce_async([1.0]), InvalidRequestError, "torch.Tensor, not list"),  # type: ignore[arg-type]  # wrong on purpose
+    "list to scatter": (lambda: hvd.reducescatter([1.0]), InvalidRequestError, "torch.Tensor"),  # type: ignore[arg-type]  # wrong on purpose
+    "list to reduce": (lambda: hvd.allreduce([1.0]), InvalidRequestError, "torch.Tensor"),  # type: ignore[arg-type]  # wrong on purpose
     "no list to wait for": (
-        lambda: hvd.grouped_allgather(torch.ones(2)),
+        lambda: hvd.grouped_allgather(torch.ones(2)),  # type: ignore[arg-type]  # wrong on purpose
         InvalidRequestError,
         "list of tensors",
     ),
-    "no list": (lambda: hvd.grouped_allreduce_async(torch.ones(2)), InvalidRequestError, "list of tensors"),
+    "no list": (lambda: hvd.grouped_allreduce_async(torch.ones(2)), InvalidRequestError, "list of tensors"),  # type: ignore[arg-type]  # wrong on purpose
     "complex": (lambda: hvd.allgather(torch.ones(2, dtype=torch.cfloat)), UnsupportedError, "view_as_real"),
     "bool sum": (lambda: hvd.allreduce(torch.ones(2) > 0, op=hvd.Sum), UnsupportedError, "bool"),
     "sparse maximum": (lambda: hvd.allreduce(torch.eye(2).to_sparse(), op=hvd.Max), UnsupportedError, "max"),
     "sparse gather": (lambda: hvd.allgather(torch.eye(2).to_sparse()), UnsupportedError, "to_dense"),
     "scatter of nothing": (lambda: hvd.reducescatter(torch.tensor(1.0)), InvalidRequestError, "0-d"),
     "alltoall of nothing": (lambda: hvd.alltoall(torch.tensor(1.0)), InvalidRequestError, "0-d"),
-    "splits": (lambda: hvd.alltoall(torch.ones(3), splits=[1.5]), InvalidRequestError, "integers"),
+    "splits": (lambda: hvd.alltoall(torch.ones(3), splits=[1.5]), InvalidRequestError, "integers"),  # type: ignore[list-item]  # wrong on purpose
     "negative splits": (lambda: hvd.alltoall(torch.ones(3), splits=[-1]), InvalidRequestError, "negative"),
     "sum of splits": (
         lambda: hvd.alltoall(torch.ones(3), splits=[9] * hvd.size()),
@@ -64,14 +64,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "splits",
     ),
     "root": (lambda: hvd.broadcast(torch.ones(3), 99), InvalidRequestError, "99"),
-    "root type": (lambda: hvd.broadcast(torch.ones(3), "0"), InvalidRequestError, "root_rank"),
-    "process set": (lambda: hvd.allreduce(torch.ones(3), process_set=0), InvalidRequestError, "ProcessSet"),
+    "root type": (lambda: hvd.broadcast(torch.ones(3), "0"), InvalidRequestError, "root_rank"),  # type: ignore[arg-type]  # wrong on purpose
+    "process set": (lambda: hvd.allreduce(torch.ones(3), process_set=0), InvalidRequestError, "ProcessSet"),  # type: ignore[arg-type]  # wrong on purpose
     "unregistered set": (
         lambda: hvd.allreduce(torch.ones(3), process_set=hvd.ProcessSet([0])),
         InvalidRequestError,
         "add_process_set",
     ),
-    "handle": (lambda: hvd.synchronize(3), InvalidRequestError, "handle"),
+    "handle": (lambda: hvd.synchronize(3), InvalidRequestError, "handle"),  # type: ignore[arg-type]  # wrong on purpose
 }
 
 

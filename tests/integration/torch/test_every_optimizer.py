@@ -14,7 +14,7 @@ from torch import nn
 import hvdlab.torch as hvd
 from support.ranks.resident import Ranks
 
-KINDS = {
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name: kind
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer

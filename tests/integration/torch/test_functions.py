@@ -33,7 +33,7 @@ GIVEN: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def _broadcast_parameters(given: str, root: int) -> dict[str, torch.Tensor]:
-    net = model(hvd.rank())
+    net: Any = model(hvd.rank())
     net[1].num_batches_tracked += hvd.rank()
     net[0].to(memory_format=torch.channels_last)
     places = [p.data_ptr() for p in net.parameters()]
@@ -92,7 +92,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def _steps(net: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-    def closure() -> torch.Tensor:
+    def closure() -> Any:  # a tensor, where torch's types want a float
         optimizer.zero_grad()
         loss: torch.Tensor = net(torch.arange(18.0).view(1, 2, 3, 3) / 18).pow(2).sum()
         loss.backward()
@@ -195,7 +195,8 @@ def test_with_state_at_the_root_no_gradient_is_made(two_ranks: Ranks, distribute
 
 
 def _sparse_gradients_of_a_fresh_one(kind: str) -> tuple[torch.layout, float]:
-    table = nn.Sequential(nn.Embedding(6, 2, sparse=True))
+    embedding = nn.Embedding(6, 2, sparse=True)
+    table = nn.Sequential(embedding)
     sparse_only = kind == "SparseAdam"
     optimizer: torch.optim.Optimizer = (
         torch.optim.SparseAdam(table.parameters(), 0.1)
@@ -204,7 +205,7 @@ def _sparse_gradients_of_a_fresh_one(kind: str) -> tuple[torch.layout, float]:
     )
     optimizer = hvd.DistributedOptimizer(optimizer)
     hvd.broadcast_optimizer_state(optimizer, 0, None if sparse_only else table)
-    gradient = table[0].weight.grad
+    gradient = embedding.weight.grad
     assert gradient is not None
     table(torch.tensor([1, 2])).sum().backward()
     optimizer.step()
@@ -232,6 +233,8 @@ def test_optimizers_that_are_not_alike_are_refused(two_ranks: Ranks) -> None:
 
 class _Kept:
     """Transfer of the plan alone, of tensors that have no data."""
+
+    _plan: Any
 
     def plan(self, plan: Any) -> Any:
         self._plan = plan or self._plan

@@ -16,7 +16,8 @@ import hvdlab.torch as hvd
 from support.ranks.resident import Ranks
 
 Tensors = list[torch.Tensor]
-Call = Callable[[Tensors, dict[str, Any]], Sequence[torch.Tensor]]
+Call = Callable[..., Sequence[Any]]
+"""Takes tensors and a dict of keyword arguments, and returns tensors. mypy takes no lambda with defaults where the parameters are typed."""
 STEP = 1e-6  # of the central difference
 SCALES: dict[str, Any] = {"prescale_factor": 0.5, "postscale_factor": -3.0}
 OPERATORS = {
@@ -141,7 +142,7 @@ def test_gradients_in_a_process_set(four_ranks: Ranks, case: str) -> None:
     assert not any(wrong for _, wrong in outcomes)
 
 
-def _second(op: str) -> tuple[float, float]:
+def _second(op: str) -> tuple[list[float], list[float]]:
     """Return the second derivative of the sum over ranks of ``reduced ** 2`` along a direction: by autograd, and by
     differences."""
     generator = torch.Generator().manual_seed(hvd.rank())
@@ -170,6 +171,8 @@ def _ties() -> tuple[list[float], list[float]]:
     hvd.allreduce(tied, op=hvd.Max).sum().backward()
     zeros = torch.tensor([0.0, float(hvd.rank())], requires_grad=True)
     hvd.allreduce(zeros, op=hvd.Product).sum().backward()
+    assert tied.grad is not None
+    assert zeros.grad is not None
     return tied.grad.tolist(), zeros.grad.tolist()
 
 

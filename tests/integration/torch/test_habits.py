@@ -78,7 +78,7 @@ def compiled(ranks: list[int], wrap: Wrap, backend: str) -> Any:
 
         config.compile_threads = 1  # compile in this process
     # The reference is not compiled: compiling must not change the result.
-    forward = net if wrap is alone else torch.compile(net, backend=backend)
+    forward: Any = net if wrap is alone else torch.compile(net, backend=backend)
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(forward, batch(step, ranks)).backward()
@@ -229,7 +229,7 @@ def thawed(ranks: list[int], wrap: Wrap, groups: int) -> Any:
     net[4].requires_grad_(False)
     sgd = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
     optimizer = wrap(sgd, net, groups=groups)
-    frozen = {1: net[0], 3: net[2], 4: net[0]}
+    frozen: dict[int, Any] = {1: net[0], 3: net[2], 4: net[0]}
     for step in range(6):
         if step == 2:
             net[4].requires_grad_(True)
@@ -283,7 +283,7 @@ def channels_last(ranks: list[int], wrap: Wrap, groups: int) -> Any:
     net = nn.Sequential(
         nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 4, (2, 1)), nn.Flatten(), nn.Linear(36, 2)
     )
-    net = net.double().to(memory_format=torch.channels_last)
+    net = net.double().to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub leaves it out
     optimizer = wrap(torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), net, groups=groups)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -305,7 +305,7 @@ def images(step: int, ranks: list[int]) -> torch.Tensor:
     return torch.cat(parts)
 
 
-HABITS: dict[str, Callable[[list[int], Wrap], Any]] = {
+HABITS: dict[str, Callable[..., Any]] = {  # which take ranks and a Wrap
     **{
         f"{kind.__name__} {flag}": lambda r, w, kind=kind, flag=flag: plain(
             r, w, lambda ps: kind(ps, lr=0.05, **{flag: True})

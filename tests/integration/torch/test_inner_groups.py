@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import threading
@@ -56,7 +57,7 @@ def _unended(name: str, rank: int, elements: int, groups: int) -> int:
     closed = _store(f"{name} closed", RANKS)
     for number in range(groups):
         inner = _connected(f"{name} {number}", rank, RANKS)
-        options: Any = dist.AllreduceOptions()  # type: ignore[attr-defined]
+        options: Any = dist.AllreduceOptions()
         inner.group.allreduce([torch.ones(elements)], options).wait()
         pausing.wait(pauses.uniform(0, 1e-3))
         ended = threading.Event()
@@ -148,7 +149,7 @@ def _given_up(name: str, rank: int, call: str, groups: int) -> bool:
         if connecting.is_alive():
             return False
         # The system lists a thread for a moment after it has been joined.
-        eventually(lambda before=threads: _threads() <= before)
+        eventually(functools.partial(_no_others_than, threads))
     return True
 
 
@@ -161,6 +162,10 @@ def _meet(store: HvdlabStore, name: str, rank: int) -> None:
 def _threads() -> set[str]:
     """Return the system's numbers of this process's threads."""
     return set(os.listdir("/proc/self/task"))
+
+
+def _no_others_than(threads: set[str]) -> bool:
+    return _threads() <= threads
 
 
 def _fails_to_connect(inner: InnerGroup) -> None:

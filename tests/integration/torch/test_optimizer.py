@@ -49,7 +49,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda ps: torch.optim.Adam(ps, 0.05),
     "adamw fused": lambda ps: torch.optim.AdamW(ps, 0.05, fused=True),
 }
-FORMS: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+FORMS: dict[str, Callable[[nn.Sequential], dict[str, Any]]] = {
     "plain": lambda net: {},
     "named": lambda net: {"named_parameters": net.named_parameters()},
     "two groups": lambda net: {"named_parameters": net.named_parameters(), "groups": 2},
@@ -168,9 +168,10 @@ def _sum_of_passes(passes: int) -> list[torch.Tensor]:
     optimizer = hvd.DistributedOptimizer(
         sgd, net.named_parameters(), backward_passes_per_step=passes, op=hvd.Sum
     )
+    watcher: Any = optimizer._watcher
     for step in range(passes):
         net(part(batch(step, size), rank, size)).pow(2).sum().backward()
-        in_flight = any(bucket.work is not None for bucket in optimizer._watcher._buckets)
+        in_flight = any(bucket.work is not None for bucket in watcher._buckets)
         assert in_flight == (step == passes - 1)
     optimizer.step()
     return values(net)
@@ -330,7 +331,10 @@ def _added_later() -> list[torch.Tensor]:
 
 def test_parameters_added_later_are_reduced_too(two_ranks: Ranks) -> None:
     net = model()
-    groups = [{"params": net[3].parameters()}, {"params": net[0].parameters(), "lr": 0.2}]
+    groups: list[dict[str, Any]] = [
+        {"params": net[3].parameters()},
+        {"params": net[0].parameters(), "lr": 0.2},
+    ]
     sgd = torch.optim.SGD(groups, 0.1)
     net(batch(0, 2)).pow(2).mean().backward()
     sgd.step()

@@ -46,7 +46,8 @@ def batch(case: str, step: int, rank: int) -> torch.Tensor:
     rows = use.get("rows", (3, 1, 4, 2))[rank]
     generator = torch.Generator().manual_seed(10 * step + rank)
     x = torch.randn((rows, 3, *EXTENTS[dims]), generator=generator, dtype=torch.float64)
-    return (x * (1 + rank) + use.get("offset", rank)).to(use.get("dtype", torch.float64))
+    found: torch.Tensor = (x * (1 + rank) + use.get("offset", rank)).to(use.get("dtype", torch.float64))
+    return found
 
 
 def layer(case: str, kind: type[Any]) -> nn.Module:
@@ -128,6 +129,7 @@ def _in_a_set() -> tuple[torch.Tensor, int]:
     made = hvd.SyncBatchNorm(3, process_set=trio).double()
     output: torch.Tensor = made(batch("4-D", 0, hvd.rank()))
     hvd.remove_process_set(trio)
+    assert made.num_batches_tracked is not None
     return output.detach(), int(made.num_batches_tracked)
 
 
@@ -145,6 +147,7 @@ def _second_derivative() -> tuple[torch.Tensor, torch.Tensor]:
     x = batch("3-D", 0, hvd.rank()).requires_grad_()
     made = layer("3-D", hvd.SyncBatchNorm)
     (first,) = torch.autograd.grad(made(x).pow(3).sum(), x, create_graph=True)
+    assert isinstance(made.weight, nn.Parameter)
     second, weight = torch.autograd.grad(first.pow(2).sum(), [x, made.weight])
     return second, weight
 
@@ -154,6 +157,7 @@ def test_it_is_differentiable_twice(two_ranks: Ranks) -> None:
     x = torch.cat(batches).requires_grad_()
     made = layer("3-D", nn.BatchNorm1d)
     (first,) = torch.autograd.grad(made(x).pow(3).sum(), x, create_graph=True)
+    assert isinstance(made.weight, nn.Parameter)
     second, weight = torch.autograd.grad(first.pow(2).sum(), [x, made.weight])
     outcomes = two_ranks.run(_second_derivative)
     for (ours, _), part in zip(outcomes, second.split([len(b) for b in batches]), strict=True):
@@ -203,6 +207,8 @@ def test_one_rank_is_torch_s_own(world_of_one: None) -> None:
     x = batch("4-D", 0, 2)
     ours, reference = hvd.SyncBatchNorm(3).double(), nn.BatchNorm2d(3).double()
     assert torch.equal(ours(x), reference(x))
+    assert ours.running_var is not None
+    assert reference.running_var is not None
     assert torch.equal(ours.running_var, reference.running_var)
     file = io.BytesIO()
     torch.save(ours.state_dict(), file)

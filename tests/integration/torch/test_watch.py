@@ -203,7 +203,7 @@ def test_with_a_closure_it_is_that_of_the_last_gradients(alone: None) -> None:
         loss.backward()
         return loss
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]  # torch has no type for it
+    optimizer.step(closure)
     assert values("gradient_norm", taken()) == [(1, pytest.approx(expected_norm(model), rel=1e-5))]
 
 

@@ -105,7 +105,10 @@ SHOW = """([from, to]) => {
 
 def notebook(cells: list[str]) -> nbformat.NotebookNode:
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    return new_notebook(cells=[new_code_cell(source) for source in cells], metadata={"kernelspec": kernel})
+    made: nbformat.NotebookNode = new_notebook(
+        cells=[new_code_cell(source) for source in cells], metadata={"kernelspec": kernel}
+    )
+    return made
 
 
 def api(lab: LabPage, expression: str) -> Any:

@@ -89,7 +89,11 @@ def check_keys(lab: LabPage) -> None:
     lab.page.wait_for_function(
         f"document.activeElement === document.querySelector('{VIEW} .hvd-plot canvas')"
     )
-    press, seen = lab.page.keyboard.press, lambda: (api(lab, "view.from"), api(lab, "view.to"))
+    press = lab.page.keyboard.press
+
+    def seen() -> tuple[float, float]:
+        return api(lab, "view.from"), api(lab, "view.to")
+
     press("f")
     everything = seen()
     press("w")

@@ -65,7 +65,7 @@ def test_a_notebook_gets_the_ranks_that_it_names_and_their_widgets(
         lab.page.keyboard.press("Control+Shift+L")
         card = lab.page.locator(".jp-LauncherCard[data-category=Notebook]", has_text="Python 3 (hvdlab)")
         card.wait_for()
-        assert card.locator("img").get_attribute("src").endswith("logo-svg.svg")
+        assert str(card.locator("img").get_attribute("src")).endswith("logo-svg.svg")
 
 
 def open_again(lab: LabPage, path: Path) -> None:

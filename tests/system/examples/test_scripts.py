@@ -54,6 +54,12 @@ def run(np: int, script: str, *arguments: str, cwd: Path) -> str:
         return "".join(ranks.run(run_as_main, str(EXAMPLES / script), arguments, str(cwd), timeout=150))
 
 
+def number_in(output: str, pattern: str) -> float:
+    found = re.search(pattern, output)
+    assert found is not None, output
+    return float(found[1])
+
+
 def last_percentage(output: str) -> float:
     return float(re.findall(r"([\d.]+)%", output)[-1])
 
@@ -93,9 +99,7 @@ def test_checkpoints_are_gone_on_from(tmp_path: Path, extra: tuple[str, ...]) ->
 def test_synthetic_benchmark(tmp_path: Path) -> None:
     small = ("--width", "4", "--num-iters", "3", "--num-batches-per-iter", "2", "--batch-size", "4")
     output = run(2, "torch_synthetic_benchmark.py", *small, cwd=tmp_path)
-    one, both = (
-        float(re.search(pattern, output)[1]) for pattern in (r"median ([\d.]+)", r"2 ranks: ([\d.]+)")
-    )
+    one, both = (number_in(output, pattern) for pattern in (r"median ([\d.]+)", r"2 ranks: ([\d.]+)"))
     assert both == pytest.approx(2 * one, rel=0.01)
 
 
@@ -165,9 +169,7 @@ def test_tensorflow1_digits(tmp_path: Path) -> None:
 def test_tensorflow_synthetic_benchmark(tmp_path: Path) -> None:
     small = ("--width", "4", "--num-iters", "3", "--num-batches-per-iter", "2", "--batch-size", "4")
     output = run(2, "tensorflow_synthetic_benchmark.py", *small, cwd=tmp_path)
-    one, both = (
-        float(re.search(pattern, output)[1]) for pattern in (r"median ([\d.]+)", r"2 ranks: ([\d.]+)")
-    )
+    one, both = (number_in(output, pattern) for pattern in (r"median ([\d.]+)", r"2 ranks: ([\d.]+)"))
     assert both == pytest.approx(2 * one, rel=0.01)
 
 

@@ -149,7 +149,12 @@ def torch_while_rank_0_closes_its_store() -> list[float]:
     """Rank 0 takes its time between the moment when all are there and the end of its store."""
     if os.environ["RANK"] == "0":
         close = TcpStoreBackend.close
-        TcpStoreBackend.close = lambda store: (time.sleep(1), close(store))[1]  # type: ignore[method-assign]
+
+        def close_later(self: TcpStoreBackend) -> None:
+            time.sleep(1)
+            close(self)
+
+        TcpStoreBackend.close = close_later  # type: ignore[method-assign]
     context.init()
     return beside()
 

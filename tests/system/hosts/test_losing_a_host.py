@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def train(directory: str) -> tuple[int, object]:
     """Train until the ranks of the second host have been away and are back: return the steps, and the state kept
     here. A file in the directory says that this rank has seen the others away."""
 
-    def steps(state: HandledState) -> None:
+    def steps(state: Any) -> None:
         members = 0.0
         while not (state.apart and members == 4):
             members = float(hvd.allreduce(np.ones(1), "members", op=hvd.Sum)[0])
@@ -80,7 +81,7 @@ def train(directory: str) -> tuple[int, object]:
             time.sleep(0.01)  # time of a step
             state.commit()
 
-    state = HandledState(HandlerRegistry([]), batch=0, apart=False)
+    state: Any = HandledState(HandlerRegistry([]), batch=0, apart=False)
     run_fn(steps, lambda: None)(state)
     return state.batch, KEPT.get("rank")
 

@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
-from support.fixtures.magics import jupyter_loop, notebook  # noqa: F401  # fixtures
+from support.fixtures.magics import notebook  # noqa: F401  # fixture
+from support.jupyter.loop import jupyter_loop  # noqa: F401  # fixture

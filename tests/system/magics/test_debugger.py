@@ -277,7 +277,7 @@ def test_nothing_listens_beyond_this_host(kernel: LiveKernel, debugging: Debuggi
     assert not [one for one in listening if one[0] in ranks]  # their debug servers listen nowhere at all
 
 
-def _connections(process: psutil.Process) -> list[psutil._common.pconn]:
+def _connections(process: psutil.Process) -> list[psutil._ntuples.pconn]:
     try:
         return list(process.net_connections("inet"))
     except psutil.Error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,7 +107,8 @@ def test_the_strip_knows_the_ranks_that_join_and_die(tmp_path: Path) -> None:
                 for at, kind, content in came
                 if kind == "comm_msg" and "pace" in content["data"].get("state", {})
             ]
-            last = max(states, key=lambda one: one[0], default=(0, {"ranks": []}))
+            nothing: tuple[float, dict[str, Any]] = (0, {"ranks": []})
+            last = max(states, key=lambda one: one[0], default=nothing)
             return [one["rank"] for one in last[1]["ranks"]]
 
         kernel.until(lambda: shown() == [0, 1], PATIENCE)

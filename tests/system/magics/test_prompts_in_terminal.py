@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import nbformat
-import pexpect
+import pexpect  # type: ignore[import-untyped]  # has no types
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pexpect
+import pexpect  # type: ignore[import-untyped]  # has no types
 import psutil
 import pytest
 from nbclient import NotebookClient

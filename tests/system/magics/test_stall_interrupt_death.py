@@ -123,7 +123,7 @@ def test_c_code_that_keeps_the_interpreter_is_told_and_waited_for(kernel: LiveKe
     # Longer than it takes to tell it, as long as the test does not end it.
     keeps = b"touch held; timeout 60 sh -c 'while [ ! -e release ]; do sleep 0.02; done'"
     cell = kernel.send(
-        f"%%hvd_run\nimport ctypes\nif rank == 2: ctypes.PyDLL(None).system({keeps})\n"
+        f"%%hvd_run\nimport ctypes\nif rank == 2: ctypes.PyDLL(None).system({keeps!r})\n"
         "else:\n    while not os.path.exists('held'): time.sleep(0.01)\n    print('held')\n    time.sleep(60)\n"
     )
     kernel.until(lambda: "[0,1] held" in cell.lines())

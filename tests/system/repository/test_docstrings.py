@@ -20,7 +20,7 @@ NEEDS = {"hvdlab.mxnet": "mxnet", "hvdlab.ray": "ray", "hvdlab.spark": "pyspark"
 
 
 def run_checks(*arguments: str) -> str:
-    command = [sys.executable, CHECKS, *arguments]
+    command = [sys.executable, str(CHECKS), *arguments]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

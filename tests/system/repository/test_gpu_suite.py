@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -33,9 +34,7 @@ STAYS = "sleep 3600"
 def suite(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The suite, as a module."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_suite
-
-    yield gpu_suite
+    yield importlib.import_module("gpu_suite")
     sys.modules.pop("gpu_suite", None)
 
 

@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -194,7 +195,7 @@ ONE_TEXT = (HvdlabError, ProtocolError, KVStoreError, RankFailedError)
 
 def failed_cell(name: str, *, colours: bool = False) -> str:
     """Return a cell that failed on two ranks in different ways, while a third died."""
-    told = {"recorded": (name, name), "wrong": name, "site": name, "why": name}
+    told: dict[str, Any] = {"recorded": (name, name), "wrong": name, "site": name, "why": name}
     own = CellError(name, name, (name, f"{name}: {name}"), 1, **told)
     stopped = CellError("AbortedError", name, (name,), 3, True, name, (7,), **told)
     done = {0: CellDone("c", own, 0.1), 1: CellDone("c", stopped, 0.1)}

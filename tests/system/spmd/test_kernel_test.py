@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jupyter_kernel_test
+import jupyter_kernel_test  # type: ignore[import-untyped]  # has no types
 
 from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 
-class TestHvdlabKernel(jupyter_kernel_test.KernelTests):
+class TestHvdlabKernel(jupyter_kernel_test.KernelTests):  # type: ignore[misc]  # which has no types
     """Each attribute is one of the tests' inputs."""
 
     kernel_name = "hvdlab"

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import nbformat
-import pexpect
+import pexpect  # type: ignore[import-untyped]  # has no types
 import psutil
 import pytest
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -28,8 +29,15 @@ def rank_processes(kernel: LiveKernel) -> list[psutil.Process]:
     return [psutil.Process(int(line.rpartition(" ")[2])) for line in lines]
 
 
+def pid_of(kernel: LiveKernel) -> int:
+    provisioner = kernel.manager.provisioner
+    assert isinstance(provisioner, LocalProvisioner)
+    assert provisioner.pid is not None
+    return provisioner.pid
+
+
 def family(kernel: LiveKernel) -> list[psutil.Process]:
-    return psutil.Process(kernel.manager.provisioner.pid).children(recursive=True)
+    return psutil.Process(pid_of(kernel)).children(recursive=True)
 
 
 def test_a_restart_brings_new_ranks_and_a_kill_leaves_no_process(tmp_path: Path) -> None:
@@ -49,7 +57,7 @@ def test_a_restart_brings_new_ranks_and_a_kill_leaves_no_process(tmp_path: Path)
         processes = family(kernel)
         assert len(processes) >= 4
         kernel.send("import time\ntime.sleep(60)")
-        os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
+        os.kill(pid_of(kernel), signal.SIGKILL)
         assert not psutil.wait_procs(processes, timeout=GONE)[1]
     finally:
         kernel.close()

@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ipykernel
 import pytest
+from ipykernel import version_info as ipykernel_version  # type: ignore[attr-defined]  # it has no __all__
 
 from support.jupyter.debugging_client import Debugging
 from support.jupyter.live_kernel import Cell, LiveKernel
 from support.leaks import no_leak_check as leak_check  # noqa: F401  # ranks come and go in the kernel that all tests share
 
 needs_a_thread_for_messages = pytest.mark.skipif(
-    ipykernel.version_info < (7,),
+    ipykernel_version < (7,),
     reason="before ipykernel 7 the thread that runs cells takes the messages, so that questions wait for the cell",
 )
 
@@ -131,7 +131,7 @@ def test_an_error_is_the_root_cause(kernel: LiveKernel) -> None:
 
 def go_on(kernel: LiveKernel, name: str) -> None:
     """Let a cell go on that waits for a file, once the kernel has received all that was sent after that cell."""
-    if ipykernel.version_info >= (7,):
+    if ipykernel_version >= (7,):
         # It is answered while the cell runs, and what is sent on one connection comes in order.
         ask(kernel, kernel.client.is_complete("1"))
     (kernel.directory / name).touch()
@@ -232,7 +232,7 @@ def test_a_rank_whose_interpreter_is_held_is_said_to_be_silent(kernel: LiveKerne
     kernel.run("import ctypes\nkeeping = ctypes.PyDLL(None)")
     held, release = kernel.directory / "held", kernel.directory / "release"
     code = b"touch held; timeout 60 sh -c 'while [ ! -e release ]; do sleep 0.02; done'"
-    busy = kernel.send(f"if rank == 0: keeping.system({code})")
+    busy = kernel.send(f"if rank == 0: keeping.system({code!r})")
     kernel.until(lambda: busy.of("execute_input"))
     deadline = time.monotonic() + 60
     while not held.exists():

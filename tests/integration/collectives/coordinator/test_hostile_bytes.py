@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import TypeVar
 
 import pytest
 
@@ -27,6 +28,7 @@ from hvdlab.collectives.protocol.handshake import connect
 from hvdlab.collectives.time_limits import Deadline
 from support.fuzz.protocol import KINDS, make, spoil
 
+M = TypeVar("M", bound=m.Message)
 DOORS = ("unix", "tls")
 SECONDS = 30  # until a wait for the coordinator fails
 
@@ -44,7 +46,7 @@ class Job:
         self._process = process
         self._rounds = 0
         self.endpoints = [self.join(rank, door) for rank, door in enumerate(DOORS)]
-        self.generations = [int(self._next(e, m.Configure).generation) for e in self.endpoints]
+        self.generations = [self._next(e, m.Configure).generation for e in self.endpoints]
 
     def join(self, rank: int, door: str = "unix") -> Endpoint:
         hello = m.Hello(
@@ -57,7 +59,7 @@ class Job:
         return endpoint
 
     @staticmethod
-    def _next(endpoint: Endpoint, kind: type) -> m.Message:
+    def _next(endpoint: Endpoint, kind: type[M]) -> M:
         while True:
             assert select.select([endpoint], [], [], SECONDS)[0], f"no {kind.__name__} comes"
             for payload in endpoint.receive():

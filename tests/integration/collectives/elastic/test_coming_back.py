@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def train(cut_rank: int) -> tuple[list[tuple[int, int]], int, float]:
     begun: list[tuple[int, int]] = []
     mine = context.engine().rank == cut_rank
 
-    def steps(state: HandledState) -> None:
+    def steps(state: Any) -> None:
         begun.append((state.batch, context.engine().size))
         back = 0.0
         while not back:
@@ -51,7 +52,7 @@ def train(cut_rank: int) -> tuple[list[tuple[int, int]], int, float]:
             state.batch += 1
             state.commit()
 
-    state = HandledState(HandlerRegistry([]), batch=0, total=0.0)
+    state: Any = HandledState(HandlerRegistry([]), batch=0, total=0.0)
     run_fn(steps, lambda: None)(state)
     return begun, state.batch, state.total
 

@@ -46,7 +46,8 @@ def agreed() -> int:
     """Return how many requests this rank has had on the world's board."""
     member = EngineProbe(context.engine()).locked.state.sets[0].board_member
     assert member is not None
-    return member.board.number
+    number: int = member.board.number
+    return number
 
 
 def total(value: float, name: str | None = None, count: int = 4) -> float:
@@ -110,7 +111,7 @@ def same_bits() -> int:
         if dtype == "?" and (op in (hvd.Average, hvd.Product) or factors != (1.0, 1.0)):
             continue
         x = (chance.random(shape) * 9).astype(dtype)
-        options = {"op": op, "prescale_factor": factors[0], "postscale_factor": factors[1]}
+        options: dict[str, Any] = {"op": op, "prescale_factor": factors[0], "postscale_factor": factors[1]}
         try:
             one = hvd.synchronize(hvd.allreduce_async(x, "x", **options))
         except Exception as refused:  # noqa: BLE001  # any refusal must be the same in both ways
@@ -184,7 +185,7 @@ def flushes() -> tuple[int, list[bool]]:
 
     def claim_and_count() -> bool:
         nonlocal scheduled
-        claimed = claim()
+        claimed: bool = claim()
         scheduled += claimed and threading.current_thread() is user
         return claimed
 
@@ -407,7 +408,9 @@ def large(steps: int, beside: int) -> tuple[int, int]:
 
 def plane_operations() -> int:
     engine = context.engine()
-    return EngineProbe(engine).executor._slots[0, EngineProbe(engine).locked.generation(0), "cpu"].operations
+    slots = EngineProbe(engine).executor._slots
+    operations: int = slots[0, EngineProbe(engine).locked.generation(0), "cpu"].operations
+    return operations
 
 
 def around_the_capacity() -> list[int]:
@@ -491,7 +494,7 @@ def reduce_large_until_interrupted() -> float:
 
 def reduce_large_until_seven() -> set[CauseKind]:
     """Continue after the collective that the interrupted rank has given up; return the errors until then."""
-    causes = set()
+    causes: set[CauseKind] = set()
     while True:
         try:
             if reduce_large(1.0) == 7.0:

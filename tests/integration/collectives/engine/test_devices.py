@@ -192,7 +192,8 @@ def agreed() -> int:
     """Return how many requests this rank has had on the world's board."""
     member = EngineProbe(context.engine()).locked.state.sets[0].board_member
     assert member is not None
-    return member.board.number
+    number: int = member.board.number
+    return number
 
 
 def agreed_by_turns(count: int) -> tuple[list[float], int]:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self
 from unittest import mock
@@ -355,12 +356,18 @@ def be_interrupted_anywhere(count: int) -> tuple[int, list[str]]:
     left, seen, kinds = count if rank == 0 else 0, 0, []
     chance = np.random.default_rng(5)
     thread, armed = None, threading.Event()
+
+    def armed_for(delay: float) -> bool:
+        armed.wait()
+        time.sleep(delay)
+        return True
+
     ordinary = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
             if left and thread is None:
                 delay = chance.uniform(0.0, 0.02)
-                thread = interrupt_myself(lambda delay=delay: armed.wait() and not time.sleep(delay))
+                thread = interrupt_myself(partial(armed_for, delay))
             try:
                 armed.set()
                 try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from queue import SimpleQueue
 
 import numpy as np
@@ -46,7 +47,7 @@ def give_up(state: RankState) -> None:
     state.withdraw(0, CauseKind.INTERRUPTED, "interrupted")
 
 
-def failed(effects: list[object]) -> list[object]:
+def failed(effects: Sequence[object]) -> list[object]:
     return [effect.entry for effect in effects if isinstance(effect, Fail)]
 
 
@@ -189,7 +190,7 @@ def reduce_until_interrupted(count: int) -> float:
 
 def reduce_until_five(count: int) -> list[CauseKind]:
     """Continue after every interrupt of the other rank; return the errors."""
-    told = []
+    told: list[CauseKind] = []
     while True:
         try:
             if hvd.allreduce(np.ones(count), "x", op=hvd.Sum)[0] == 6.0:

@@ -70,7 +70,7 @@ def without_waiting(count: int) -> tuple[float, bool, list[int]]:
     calls.wait()
     result = handle.wait()
     assert calls.outcomes[0] == (result, None)
-    assert result.output is not None
+    assert isinstance(result.output, np.ndarray)
     return float(result.output[-1]), calls.threads[0].startswith("hvdlab-"), settled(calls)
 
 
@@ -80,7 +80,7 @@ def by_the_caller(count: int) -> tuple[float, bool, list[int]]:
     result = context.engine().run(request("x", calls, count))
     calls.wait()
     assert calls.outcomes[0][0] is result
-    assert result.output is not None
+    assert isinstance(result.output, np.ndarray)
     return float(result.output[-1]), calls.threads[0].startswith("hvdlab-"), settled(calls)
 
 
@@ -208,7 +208,7 @@ def chained(length: int) -> tuple[float, int]:
 
     def hook(result: Result | None, error: Exception | None, /) -> None:
         assert result is not None
-        assert result.output is not None
+        assert isinstance(result.output, np.ndarray)
         values.append(float(result.output[0]))
         if len(values) == length:
             ended.set()

@@ -33,6 +33,7 @@ from support.engine_probe import EngineProbe
 from support.patience import PATIENCE
 from support.ranks.resident import Ranks, resident_ranks
 
+Outcome = tuple[Result | None, Exception | None]
 ENOUGH = 100
 """Places that are there in any case."""
 
@@ -165,9 +166,16 @@ def hooks_at_each_place() -> tuple[int, list[str]]:
     unhurt = 0
     while unhurt < 20 or len(tried) < ENOUGH:
         reduce_once()
-        calls, called, accepted = [], threading.Event(), False
+        calls: list[Outcome] = []
+        called, accepted = threading.Event(), False
 
-        def hook(result: Result | None, error: Exception | None, /, calls=calls, called=called) -> None:
+        def hook(
+            result: Result | None,
+            error: Exception | None,
+            /,
+            calls: list[Outcome] = calls,
+            called: threading.Event = called,
+        ) -> None:
             calls.append((result, error))
             called.set()
 
@@ -260,7 +268,7 @@ class InterruptedRank:
     def end_generation(self) -> None:
         """Do as the coordinator does when it is asked to, and check that the rank goes on."""
         assert any(isinstance(one, m.Withdraw) and one.generation == 1 for one in self.sent.messages)
-        effects = self.locked.handle(m.Abort(0, 1, "interrupted", (0,), "a test", ()), 0)
+        effects = self.locked.handle(m.Abort(0, 1, "interrupted", (0,), "a test", ""), 0)
         for effect in effects:
             if isinstance(effect, Fail):
                 complete(effect.entry, None, effect.error)

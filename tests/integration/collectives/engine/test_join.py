@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,7 @@ def unsupported() -> Any:
         return hvd.join()
     told = []
     x = np.ones((3, 2))
-    tries = [
+    tries: list[Callable[[], object]] = [
         lambda: hvd.allgather(x), lambda: hvd.broadcast(x, 0), lambda: hvd.alltoall(x, [1, 1, 1]),
         lambda: hvd.reducescatter(x), lambda: hvd.allreduce(x, op=hvd.Max), lambda: hvd.grouped_allgather([x, x]),
         lambda: context.engine().add_process_set([0, 2]),

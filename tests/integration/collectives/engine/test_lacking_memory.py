@@ -62,7 +62,8 @@ def give_up() -> None:
 
 
 def generation() -> int:
-    return EngineProbe(context.engine()).locked.state.sets[0].generation
+    number: int = EngineProbe(context.engine()).locked.state.sets[0].generation
+    return number
 
 
 def await_generation(number: int) -> None:

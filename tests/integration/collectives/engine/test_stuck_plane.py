@@ -141,11 +141,13 @@ def fail_while_the_plane_works() -> bool:
 
 
 def generation() -> int:
-    return EngineProbe(context.engine()).locked.state.sets[0].generation
+    number: int = EngineProbe(context.engine()).locked.state.sets[0].generation
+    return number
 
 
 def stuck() -> int:
-    return EngineProbe(context.engine()).executor.abandoned
+    abandoned: int = EngineProbe(context.engine()).executor.abandoned
+    return abandoned
 
 
 def release() -> tuple[int, int, bool, list[int]]:

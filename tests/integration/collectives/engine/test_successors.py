@@ -132,8 +132,8 @@ def generations() -> dict[int, int]:
 
 
 def add(ranks: list[int]) -> int | None:
-    memory["set"] = add_process_set(ranks)
-    return memory["set"].process_set_id
+    added = memory["set"] = add_process_set(ranks)
+    return added.process_set_id
 
 
 def begin_to_add(ranks: tuple[int, ...]) -> None:

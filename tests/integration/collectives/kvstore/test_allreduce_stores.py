@@ -8,7 +8,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -209,7 +209,7 @@ def compressed() -> None:
 def refused() -> None:
     kv = kvstore.create("dist_sync")
     kv.init("a", full(1))
-    for call, error, text in (
+    refusals: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
         (lambda: kv.init("a", full(1)), KVStoreError, "duplicate init of key a"),
         (lambda: kv.init(3, full(1)), KVStoreError, "Mixed key types"),
         (lambda: kv.push("b", full(1)), KVStoreError, "key b doesn't exist"),
@@ -228,7 +228,8 @@ def refused() -> None:
             KVStoreError,
             "key 'a' is dense",
         ),
-    ):
+    )
+    for call, error, text in refusals:
         with pytest.raises(error, match=text):
             call()
         assert pulled(kv, "a") == 1
@@ -362,11 +363,12 @@ def byteps() -> None:
         with pytest.raises(AssertionError):
             kv.pushpull(key, wrong)
     assert not kv.is_capable("anything")
-    for call in (
+    unsupported: tuple[Callable[[], object], ...] = (
         lambda: kv.set_optimizer("sgd"),
         lambda: kv.save_optimizer_states("x"),
         lambda: kv.load_optimizer_states("x"),
-    ):
+    )
+    for call in unsupported:
         with pytest.raises(NotImplementedError):
             call()
 
@@ -534,7 +536,8 @@ STORES: list[Any] = []
 
 
 def _generation() -> int:
-    return EngineProbe(context.engine()).locked.state.sets[0].generation
+    number: int = EngineProbe(context.engine()).locked.state.sets[0].generation
+    return number
 
 
 def interrupted_round() -> None:

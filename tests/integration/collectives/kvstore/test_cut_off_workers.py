@@ -52,7 +52,7 @@ def train(cut_rank: int) -> tuple[list[int], list[float], bytes]:
     mine = context.engine().rank == cut_rank
     value = np.empty(SIZE, np.float32)
 
-    def steps(state: HandledState) -> None:
+    def steps(state: Any) -> None:
         begun.append(context.engine().size)
         grown.clear()
         while len(grown) < MORE:
@@ -91,7 +91,7 @@ def train_some(cut_rank: int) -> tuple[tuple[int, int, int], list[float], bytes]
     grown: list[float] = []
     attempts = 0
 
-    def steps(state: HandledState) -> None:
+    def steps(state: Any) -> None:
         nonlocal attempts, store
         attempts += 1
         if mine and attempts > 1:

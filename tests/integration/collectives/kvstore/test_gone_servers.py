@@ -49,7 +49,7 @@ def interrupt_while_the_server_is_gone() -> list[str]:
     ensure, looking = starting.ServerStarter.ensure_running, threading.Event()
     out = np.zeros(3)
 
-    def full(self: Any, place: Any, timeout: float) -> None:
+    def full(self: Any, address: Any, timeout: float) -> None:
         looking.set()
         raise StartError("no space left on device")
 

@@ -117,11 +117,11 @@ def pull_after_a_cut() -> list[float]:
     links.RECOVER_WITHIN = 0.01
     tries = dict.fromkeys((id(link) for link in _kv._links if not link.local), 3)
 
-    def after_a_few(link: links.ServerLink, deadline: Deadline) -> socket.socket:
-        tries[id(link)] -= 1
-        if tries[id(link)] >= 0:
+    def after_a_few(self: links.ServerLink, deadline: Deadline) -> socket.socket:
+        tries[id(self)] -= 1
+        if tries[id(self)] >= 0:
             raise OSError("no route to host")
-        return open_link(link, deadline)
+        return open_link(self, deadline)
 
     open_link, links.ServerLink._open_socket = links.ServerLink._open_socket, after_a_few  # type: ignore[method-assign]
     for link in _kv._links:

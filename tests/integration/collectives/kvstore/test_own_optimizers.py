@@ -187,7 +187,7 @@ def requests_that_raise(directory: str) -> None:
             kv.init("matrix", np.ones((2, 2), np.float32))
     for begin in (-1, None):
         poison = kvstore.optimizer.SGD()
-        poison.begin_num_update = begin
+        poison.begin_num_update = begin  # type: ignore[assignment]  # None is what must be refused
         with pytest.raises(KVStoreError, match="begin_num_update"):
             kv.set_optimizer(poison)
     kv.set_optimizer(kvstore.optimizer.SGD(learning_rate=1.0))

@@ -12,7 +12,7 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -122,7 +122,7 @@ def secrets_go_through_the_coordinator() -> None:
     try:
         kvstore.create("dist_async")
     finally:
-        del engine.submit  # type: ignore[method-assign]
+        del engine.submit
     links = list(servers_of(engine)._links.values())
     assert links
     assert moved
@@ -177,7 +177,7 @@ def refused() -> None:
             kv.set_optimizer(optimizer)
     kv.set_optimizer("test")
     kv.init("a", full(1))
-    for call, error, text in (
+    refusals: tuple[tuple[Callable[[], object], type[Exception], str], ...] = (
         (lambda: kv.init("a", full(1)), KVStoreError, "duplicate init of key a"),
         (lambda: kv.init(3, full(1)), KVStoreError, "Mixed key types"),
         (lambda: kv.push("b", full(1)), KVStoreError, "key b doesn't exist"),
@@ -186,7 +186,8 @@ def refused() -> None:
         (lambda: kv.push("a", full(1, dtype="float64")), KVStoreError, "they need one type"),
         (lambda: kv.pull("a", out=full(1, 5)), KVStoreError, r"key 'a' has shape \(3,\)"),
         (lambda: kv.pull("a", out=full(1), ignore_sparse=False), KVStoreError, "row_sparse_pull"),
-    ):
+    )
+    for call, error, text in refusals:
         with pytest.raises(error, match=text):
             call()
         assert pulled(kv, "a") == 1

@@ -29,6 +29,7 @@ from hvdlab.collectives.tracing.record_format import (
     RECORD_BYTES,
     CellBeginEvent,
     ClockSample,
+    Event,
     Metric,
     clock_domain,
     encode,
@@ -168,7 +169,7 @@ SECOND = 10**9
 def test_points_have_the_time_of_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_export, "wall_offset", lambda: 1_000_000.0)
     reader = PointReader()
-    events = [
+    events: list[Event] = [
         CellBeginEvent("c", SECOND),
         Metric("loss", 0.5, 3, 2 * SECOND),
         Metric("x", 1.0, None, 3 * SECOND),
@@ -186,7 +187,7 @@ def test_other_hosts_clocks_are_brought_onto_this_ones(monkeypatch: pytest.Monke
     # The coordinator's clock is 4 s ahead of this host's and 3 s behind that of the other.
     sample = ClockSample(SECOND, -3 * SECOND, 0)
     assert reader.read(encode(1, [Metric("loss", 0.5, 3, 20 * SECOND), sample], clock=far)) == []
-    own = [Metric("loss", 0.1, 4, 10 * SECOND), ClockSample(SECOND, 4 * SECOND, 0)]
+    own: list[Event] = [Metric("loss", 0.1, 4, 10 * SECOND), ClockSample(SECOND, 4 * SECOND, 0)]
     found = reader.read(encode(0, own, clock=here))
     assert [(one.rank, one.step, one.time) for one in found] == [(1, 3, 1_000_013.0), (0, 4, 1_000_010.0)]
     later = reader.read(encode(1, [Metric("loss", 0.5, 5, 21 * SECOND)], clock=far))
@@ -206,6 +207,7 @@ def test_held_batch_that_is_damaged_takes_no_other_along() -> None:
     reader = PointReader()
     far = clock_domain() + 1
     good = encode(1, [Metric("loss", 0.5, 3, 20 * SECOND)], clock=far)
+    assert RECORD.fields is not None
     at = len(good) - RECORD_BYTES + RECORD.fields["name"][1]
     damaged = good[:at] + b"\xff\xff" + good[at + 2 :]
     for batch in (damaged, good):

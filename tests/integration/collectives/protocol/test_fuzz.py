@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hvdlab.collectives.coordinator.events import PeerConnected
+from hvdlab.collectives.coordinator.events import PeerConnected, Send, SendConfigure
 from hvdlab.collectives.coordinator.process import CoordinatorOptions
 from hvdlab.collectives.coordinator.state import CoordinatorState
 from hvdlab.collectives.errors import ProtocolError, StartError
@@ -87,7 +87,7 @@ def test_a_number_that_fits_no_message_is_refused() -> None:
     for peer, rank in enumerate(((1 << 64) - 1, -1), 1):
         effects = state.handle(PeerConnected(peer, m.Hello(1, "", "rank", rank)), 0.0)
         for effect in effects:
-            if hasattr(effect, "message"):
+            if isinstance(effect, Send | SendConfigure):
                 codec.encode(effect.message)
     assert list(state.membership.ranks) == [0]
     with pytest.raises(ProtocolError, match="can't be sent"):

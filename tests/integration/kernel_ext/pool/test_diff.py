@@ -14,6 +14,7 @@ from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.kernel_ext.notebook.pool import Pool
 from hvdlab.kernel_ext.notebook.variables import diff as diffing
 from hvdlab.kernel_ext.notebook.variables.diff import Diff
+from hvdlab.kernel_ext.wire.values import ReleaseTransfer
 from support.patience import HOUR, PATIENCE, eventually
 from support.pool_probe import PoolProbe
 
@@ -195,7 +196,7 @@ def test_a_rank_that_lets_go_too_early_is_an_error(pool: Pool, monkeypatch: pyte
     ask = diffing._Comparison._ask_leaves
 
     def released(self: diffing._Comparison, group: object) -> object:
-        self._questions.send(diffing.ReleaseTransfer(self._transfer_id), (0, 1, 2))
+        self._questions.send(ReleaseTransfer(self._transfer_id), (0, 1, 2))
         return ask(self, group)  # type: ignore[arg-type]
 
     monkeypatch.setattr(diffing._Comparison, "_ask_leaves", released)

@@ -108,7 +108,7 @@ def test_a_pool_of_another_version_is_left_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     me, nobody = Process.of(os.getpid()), Process(0, 0)
     fields = ("mine", 2, "shm", 0.0, "unix:/a", "t", str(tmp_path / "d"), me, me, "/p", ("h", 1), nobody, "")
-    KeptPoolRegistry().write(KeptPoolEntry(*fields, version="0.0.9"))  # type: ignore[arg-type]  # in order
+    KeptPoolRegistry().write(KeptPoolEntry(*fields, version="0.0.9"))
     with pytest.raises(StartError, match=r"runs hvdlab 0\.0\.9, .*`hvdlab pools stop mine`"):
         Pool.attach("mine")
     assert KeptPoolRegistry().get("mine").owner == nobody

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 
@@ -36,7 +37,7 @@ def test_native_frames_are_read_from_outside(start_pool: StartPool) -> None:
 
 
 def test_without_py_spy_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_probe.shutil, "which", lambda *args, **kwargs: None)
+    monkeypatch.setattr(shutil, "which", lambda *args, **kwargs: None)
     with pytest.raises(InvalidRequestError, match="pip install py-spy"):
         stack_probe.native_stacks({0: 1})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import resource
 import signal
 import sys
 import threading
@@ -126,7 +127,7 @@ def test_room_is_counted_for_new_ranks_only() -> None:
 def test_too_few_open_files_are_told_with_the_remedy(
     limit: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     with pytest.raises(InvalidRequestError, match=re.escape(said)):
         check_resources(500, available=1 << 62)
 
@@ -331,7 +332,7 @@ class FakeClient:
 
 def test_ipyparallel_s_launchers_start_our_ranks(tmp_path: Path) -> None:
     """As far as the command line goes: there is no cluster here to run it on."""
-    from ipyparallel import Cluster
+    from ipyparallel import Cluster  # type: ignore[import-untyped]  # has no types
 
     far = WorldEnvironment("tls:10.0.0.1:4000", "secret", "PEM")
     options = parse("slurm", EngineSetLauncher("slurm").options(), {"python": "/opt/python"})

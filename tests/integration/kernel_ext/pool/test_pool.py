@@ -190,8 +190,9 @@ def test_interrupt_ends_the_cell_and_keeps_the_ranks(start_pool: StartPool) -> N
 def test_ranks_ignore_ctrl_c_of_the_terminal_and_are_not_in_its_session(start_pool: StartPool) -> None:
     pool = start_pool(2)
     for pid in values(pool, "import os; os.getpid()"):
-        assert os.getsid(pid) == pid  # type: ignore[arg-type,comparison-overlap]  # a process id
-        os.kill(pid, signal.SIGINT)  # type: ignore[arg-type]  # a process id
+        assert isinstance(pid, int)
+        assert os.getsid(pid) == pid
+        os.kill(pid, signal.SIGINT)
     assert values(pool, "1") == [1, 1]
     assert pool.lost == {}
 
@@ -324,7 +325,7 @@ def how_it_ends(monitor: zmq.Socket[bytes]) -> int:
         zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
         zmq.EVENT_DISCONNECTED,
     )
-    while monitor.poll(PATIENCE * 1000):
+    while monitor.poll(int(PATIENCE * 1000)):
         event = int(recv_monitor_message(monitor)["event"])
         if event in ends:
             return event

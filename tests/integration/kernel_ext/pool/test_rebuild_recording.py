@@ -47,7 +47,11 @@ def test_recordings_go_on_with_another_coordinator(start_pool: StartPool, tmp_pa
         assert pool.run(STEP.format(name=name)).errors == {}
         wait_until_seen(pool, name)
         again = threading.Event()
-        pool.client.on_reconnected(lambda membership, again=again: again.set())
+
+        def reconnected(membership: object, again: threading.Event = again) -> None:
+            again.set()
+
+        pool.client.on_reconnected(reconnected)
         os.kill(PoolProbe(pool).coordinator.pid, signal.SIGKILL)
         assert again.wait(30)
     assert pool.run(STEP.format(name="last")).errors == {}

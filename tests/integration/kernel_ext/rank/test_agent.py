@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jedi
+import jedi  # type: ignore[import-untyped]  # has no types
 import parso
 import pytest
 
@@ -109,7 +109,10 @@ def test_the_stack_comes_while_the_main_thread_is_stuck(
 
 
 def test_an_idle_rank_has_no_stack(rank: Rank) -> None:
-    rank.play(lambda pool: pool.ask(AskStack(1), Stack).frames == () or pytest.fail("frames of no cell"))
+    def script(pool: Pool) -> None:
+        assert pool.ask(AskStack(1), Stack).frames == ()
+
+    rank.play(script)
 
 
 def test_memory_is_that_of_this_process() -> None:

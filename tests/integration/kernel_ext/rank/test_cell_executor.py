@@ -177,9 +177,10 @@ def test_cell_ended_by_a_fault_of_ours_ends_for_other_ranks(
         raise AssertionError("a fault of ours")
 
     with monkeypatch.context() as patch:
-        patch.setattr(
-            *((framework_hooks, "modes") if before_the_cell else (rank.agent._runner, "_finish")), broken
+        place: tuple[object, str] = (
+            (framework_hooks, "modes") if before_the_cell else (rank.agent._runner, "_finish")
         )
+        patch.setattr(*place, broken)
         assert rank.run("1").error.evalue == "a fault of ours"
     log = [(kind, what) for kind, what in rank.engine.log if kind in ("begin", "end", "CellDone")]
     assert [kind for kind, _ in log] == ["begin", "end", "CellDone"]
@@ -396,6 +397,7 @@ def test_an_error_is_in_the_history_of_ipython(rank: Rank) -> None:
     history = rank.shell.history_manager
     if not hasattr(history, "exceptions"):
         pytest.skip("this IPython keeps no errors")
+    assert history is not None
     rank.run("raise ValueError('bad batch')", label="[41]")
     assert history.exceptions[41] == {"ename": "ValueError", "evalue": "bad batch", "traceback": []}
 
@@ -443,6 +445,7 @@ def test_frames_stay_for_a_debugger(rank: Rank) -> None:
     exec("def inner():\n    raise error", namespace)  # noqa: S102
     rank.shell.user_ns["allreduce"] = namespace["inner"]
     rank.run("allreduce()")
+    assert sys.last_traceback is not None
     assert sys.last_traceback.tb_next is not None
     assert sys.last_traceback.tb_frame.f_code.co_filename.startswith("<cell")
 
@@ -518,7 +521,7 @@ def test_an_error_whose_text_is_of_a_subclass_of_str_keeps_its_traceback(rank: R
 
 def test_what_can_be_sent_of_an_error_is(rank: Rank) -> None:
     """A number in it is none of Python's own."""
-    cause = Cause(CauseKind.CELL_FAILED, (np.int64(2),), "why")
+    cause = Cause(CauseKind.CELL_FAILED, (np.int64(2),), "why")  # type: ignore[arg-type]  # that is the point
     rank.shell.user_ns["error"] = AbortedError(Pending("allreduce", "loss"), cause)
     ran = rank.run("raise error")
     assert ran.error.ename == "AbortedError"

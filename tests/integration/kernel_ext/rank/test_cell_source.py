@@ -53,12 +53,12 @@ class CountedTransforms(TransformerManager):
     """IPython's transformers, with the number of cells whose tokens were looked at."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # IPython gives it no types
         self.tokenized = 0
 
     def do_token_transforms(self, lines: list[str]) -> list[str]:
         self.tokenized += 1
-        done: list[str] = super().do_token_transforms(lines)
+        done: list[str] = super().do_token_transforms(lines)  # type: ignore[no-untyped-call]  # as above
         return done
 
 

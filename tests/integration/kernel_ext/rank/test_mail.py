@@ -60,7 +60,7 @@ def test_any_mail_of_the_right_types_is_survived(rank: Rank, seed: int) -> None:
     rank.loop.set_exception_handler(lambda loop, context: None)
 
     def script(pool: Pool) -> None:
-        transfers = set()
+        transfers: set[Any] = set()
         for _ in range(200):
             mail = make(chance.choice(KINDS), chance)
             transfers |= {getattr(mail, "transfer_id", None), getattr(mail, "ticket", None)} - {None}

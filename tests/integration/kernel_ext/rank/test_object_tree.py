@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pandas as pd
+import pandas as pd  # type: ignore[import-untyped]  # has no types
 import pytest
 import torch
 
@@ -84,7 +84,7 @@ class Endless(dict[str, int]):
         while True:
             pass
 
-    __iter__ = __len__ = __repr__ = items  # type: ignore[assignment]
+    __iter__ = __len__ = __repr__ = items
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def masked(mask: bool) -> Any:
         lambda r: types.MappingProxyType({"a": r}),
         lambda r: compile(f"x.{'ab'[r]}", "cell", "eval"),
         lambda r: (lambda x: x.a) if r else (lambda x: x.b),
-        lambda r: [lambda: [i + 1 for i in ()], lambda: [i + 2 for i in ()]][r],
+        lambda r: [lambda: [i + 1 for i in ()], lambda: [i + 2 for i in ()]][r],  # type: ignore[var-annotated]  # mypy finds no type in ()
         lambda r: [1].append if r else [2].append,
         lambda r: ValueError(r),
         lambda r: re.compile("a" * 300 + str(r)),

@@ -136,6 +136,7 @@ def test_many_prints_make_few_messages(rank: Rank) -> None:
 
 def test_a_writer_that_goes_on_while_a_batch_is_sent_fills_the_next_one() -> None:
     begun, goes_on, sizes = threading.Event(), threading.Event(), list[int]()
+    capture: OutputQueue
 
     def post(topic: str, body: bytes) -> None:
         output = codec.decode_to_pool(body)
@@ -441,6 +442,7 @@ def test_late_output_comes_after_the_end_of_its_cell(monkeypatch: pytest.MonkeyP
 
 
 def test_text_that_waits_for_room_is_late_when_its_cell_ends_meanwhile() -> None:
+    capture: OutputQueue
     mails: list[Any] = []
     late = threading.Event()
 
@@ -517,7 +519,12 @@ def test_the_end_of_the_rank_frees_writers(sent: Sent) -> None:
     capture.start()
     capture.sent.register("cell")
     capture.begin_cell("cell")
-    writer = threading.Thread(target=lambda: [capture.write("stdout", "x" * PIECE) for _ in range(100)])
+
+    def write() -> None:
+        for _ in range(100):
+            capture.write("stdout", "x" * PIECE)
+
+    writer = threading.Thread(target=write)
     writer.start()
     while sum(o.total for o in sent.outputs[-1:]) < WINDOW - PIECE:
         assert sent.some.wait(PATIENCE)

@@ -78,7 +78,8 @@ def test_cells_are_discarded_with_the_next_one(rank: Rank) -> None:
 
 def test_a_cell_that_comes_again_runs_once(rank: Rank) -> None:
     rank.shell.user_ns["go"] = go = threading.Event()
-    rank.shell.user_ns["ran"] = ran = []
+    ran: list[int] = []
+    rank.shell.user_ns["ran"] = ran
 
     def script(pool: Pool) -> None:
         waits = pool.start("go.wait()")
@@ -220,9 +221,12 @@ def test_a_gap_is_told_instead_of_what_is_missing() -> None:
     arrivals = ReceiveWindow([0], {0: 5})
     posted.clear()
     sent.resend([("a", 5, 5)])
-    *outputs, done = posted
-    assert [arrivals.output(0, output) for output in outputs] == [MessageFate.TAKE] * 2
-    assert f"{2 * UNATTENDED - 5} bytes" in text_of(outputs[0])
+    gap, rest, done = posted
+    assert isinstance(gap, Output)
+    assert isinstance(rest, Output)
+    assert isinstance(done, CellDone)
+    assert [arrivals.output(0, output) for output in (gap, rest)] == [MessageFate.TAKE] * 2
+    assert f"{2 * UNATTENDED - 5} bytes" in text_of(gap)
     assert arrivals.done(0, done) is MessageFate.TAKE
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]  # has no types
 import pytest
 
 from hvdlab.kernel_ext.notebook.cells.results import CellResults

@@ -334,7 +334,7 @@ def grouped_reducescatter_async(
 @documented
 def alltoall(
     tensor: Any,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Array | None = None,
     name: str | None = None,
     process_set: AnyProcessSet = 0,
 ) -> tuple[Array, tuple[int, ...]]:
@@ -352,7 +352,7 @@ def alltoall(
 @documented
 def alltoall_async(
     tensor: Any,
-    splits: Sequence[int] | None = None,
+    splits: Sequence[int] | Array | None = None,
     name: str | None = None,
     process_set: AnyProcessSet = 0,
 ) -> Handle:

@@ -38,22 +38,22 @@ _SET_CHILD_SUBREAPER = 36
 logger = logging.getLogger(__name__)
 
 
-Handler = Callable[[int, FrameType | None], Any] | int | None
+SignalHandler = Callable[[int, FrameType | None], Any] | int | None
 """Handler of a signal; ``None`` stands for one that was not set by Python."""
 
 
-def signal_handler(number: int) -> Handler:
+def signal_handler(number: int) -> SignalHandler:
     """Return the handler of a signal, as :func:`signal.getsignal` does.
 
     That looks for a member of an enum that is equal to the handler. Of a rank's time for an empty cell this was a fourteenth.
     """
-    handler: Handler = _signal.getsignal(number)
+    handler: SignalHandler = _signal.getsignal(number)
     return handler
 
 
-def set_signal_handler(number: int, handler: Handler) -> Handler:
+def set_signal_handler(number: int, handler: SignalHandler) -> SignalHandler:
     """Set the handler of a signal and return the one before, as :func:`signal.signal` does. Main thread only."""
-    before: Handler = _signal.signal(number, handler)
+    before: SignalHandler = _signal.signal(number, handler)
     return before
 
 

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.bindings.framework_hooks import must_return
 from hvdlab.collectives.engine.locked_state import LockedState
-from hvdlab.collectives.system import Handler, set_signal_handler, signal_handler
+from hvdlab.collectives.system import SignalHandler, set_signal_handler, signal_handler
 
 if TYPE_CHECKING:
     from sys import UnraisableHookArgs
@@ -95,7 +95,7 @@ class InterruptDelivery:
         #: Whether we have cancelled the suspended task: in the cell that becomes a KeyboardInterrupt.
         self._cancelled = False
         #: Handlers that the process had before install(); uninstall() puts them back.
-        self._previous: dict[int, Handler] = {}
+        self._previous: dict[int, SignalHandler] = {}
         self._raised = (
             0  # id() of the last KeyboardInterrupt; the exception itself would keep the user's frames alive
         )

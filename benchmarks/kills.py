@@ -303,7 +303,7 @@ def in_all(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the figures of several runs with the same ratio, as if they were one."""
     added = {name: sum(row[name] for row in rows) for name in ("kills", "postponed", "seconds", "steps")}
     ceiling = rows[0]["ceiling"]
-    efficiency = sum(row["steps"] * row["step_s"] for row in rows) / added["seconds"]
+    efficiency = sum(row["efficiency"] * row["seconds"] for row in rows) / added["seconds"]
     return {
         "steps_between_kills": rows[0]["steps_between_kills"],
         "runs": len(rows),

@@ -71,8 +71,8 @@ def test_the_page_has_the_figures_of_the_kills(kills: ModuleType) -> None:
 
 
 def test_runs_of_one_ratio_are_added_up(kills: ModuleType) -> None:
-    calm = {**figures(kills, (1, 60, 1.0, 3), until=60.0), "step_s": 1.0}
-    paused = {**figures(kills, (1, 30, 1.0, 3), (31, 50, 41.0, 2), until=60.0), "step_s": 1.0}
+    calm = figures(kills, (1, 60, 1.0, 3), until=60.0)
+    paused = figures(kills, (1, 30, 1.0, 3), (31, 50, 41.0, 2), until=60.0)
     both = kills.in_all([calm, paused])
     assert (both["kills"], both["runs"], both["seconds"], both["steps"]) == (2, 2, 80.0, 70)
     assert both["efficiency"] == pytest.approx(70 / 80)

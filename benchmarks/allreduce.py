@@ -1,6 +1,7 @@
 """Allreduce beside torch.distributed's Gloo, MPI and memcpy, alternating in one run.
 
     python benchmarks/allreduce.py --ranks 2 --ranks 4 --out benchmarks/results/allreduce.json
+    python benchmarks/allreduce.py --ranks 2 --ranks 4 --busy --out benchmarks/results/allreduce_busy.json
 
 hvdlab's figures include the negotiation (Gloo and MPI have none) and, unless ``--no-record``, the recording of spans. Ranks of MPI
 spin while they wait; those of Intel MPI are in an environment of their own, which ``make intel-mpi`` makes.
@@ -21,10 +22,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from busy import busy_cores
 
 SMALL = {"4 B": 4, "256 B": 256, "4 KiB": 4096}
 LARGE = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
@@ -327,6 +330,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small messages only")
     parser.add_argument("--no-record", action="store_true", help="record no spans")
     parser.add_argument("--no-mpi", action="store_true")
+    parser.add_argument(
+        "--busy", action="store_true", help="beside a program that is always busy on each core"
+    )
     parser.add_argument("--out", type=Path, help="write the medians as JSON")
     parser.add_argument("--rank-port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--mpi", action="store_true", help=argparse.SUPPRESS)
@@ -336,13 +342,19 @@ def main() -> None:
     if options.mpi:
         return mpi_main(options.small)
     mpi = {} if options.no_mpi else installed_mpi()
-    results: dict[str, Any] = {"recorded": not options.no_record, "cores": os.cpu_count(), "ranks": {}}
-    for ranks in options.ranks or [2, 4]:
-        cases = measure(
-            ranks, options.rounds, small_only=options.small, record=not options.no_record, mpi=mpi
-        )
-        results["ranks"][str(ranks)] = cases
-        show(ranks, cases)
+    results: dict[str, Any] = {
+        "recorded": not options.no_record,
+        "cores": os.cpu_count(),
+        "busy": options.busy,
+        "ranks": {},
+    }
+    with busy_cores() if options.busy else nullcontext():
+        for ranks in options.ranks or [2, 4]:
+            cases = measure(
+                ranks, options.rounds, small_only=options.small, record=not options.no_record, mpi=mpi
+            )
+            results["ranks"][str(ranks)] = cases
+            show(ranks, cases)
     if options.out is not None:
         options.out.write_text(json.dumps(results, indent=2) + "\n")
     return None

@@ -60,7 +60,7 @@ def test_a_kept_pool_is_looked_at_from_outside(
     assert sorted(line.split()[0] for line in lines) == ["0", "1"]
     assert main(["trace", "top", "--once"]) == 0
     loss = capsys.readouterr().out.splitlines()[-1].split()
-    assert loss[:6] == ["loss", "allreduce", "cell", "[3]", "line", "6"]
+    assert loss[:6] == ["loss", "allreduce", "cell", "[3]", "line", "5"]
     # The observer is no notebook: the pool is as it was.
     assert not kept.run("hvd.allreduce(np.ones(3), 'loss')").errors
     assert main(["trace", "summary", "--pool", "other"]) == 2

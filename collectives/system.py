@@ -53,7 +53,8 @@ def signal_handler(number: int) -> SignalHandler:
 
 def set_signal_handler(number: int, handler: SignalHandler) -> SignalHandler:
     """Set the handler of a signal and return the one before, as :func:`signal.signal` does. Main thread only."""
-    before: SignalHandler = _signal.signal(number, handler)
+    # CPython's own function knows ``SIG_IGN`` and ``SIG_DFL`` as plain integers only.
+    before: SignalHandler = _signal.signal(number, int(handler) if isinstance(handler, int) else handler)
     return before
 
 

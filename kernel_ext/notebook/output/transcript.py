@@ -307,7 +307,8 @@ class Spool:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.size = 0
-        self._is_made = False  # whether the directory is perhaps there; most cells need none
+        #: Whether the directory can be there; most cells need none.
+        self._is_made = False
 
     def text_file(self, rank: int) -> Path:
         """Return the file with a rank's output; there is none if it wrote nothing."""
@@ -691,8 +692,8 @@ class TranscriptStore:
         self._directory, self._limit = directory, limit
         self._lock = threading.Lock()
         self._recorders: dict[str, CellRecorder] = {}
-        #: Those that run, or have output in memory: with hundreds of cells that print nothing, these are few.
-        self._in_memory: dict[str, CellRecorder] = {}
+        #: Those whose memory is added up, since they run or have output there: where hundreds of cells print nothing, these are few.
+        self._measured: dict[str, CellRecorder] = {}
 
     def record(self, cell: str, label: str, ranks: Sequence[int], sinks: Sinks) -> CellRecorder:
         """Return the sink for a run that is about to begin; it shows the run on ``sinks``."""
@@ -700,7 +701,7 @@ class TranscriptStore:
         transcript = Transcript(cell, label, ranks, self._directory / name, self)
         recorder = CellRecorder(transcript, sinks)
         with self._lock:
-            self._recorders[cell] = self._in_memory[cell] = recorder
+            self._recorders[cell] = self._measured[cell] = recorder
             self._forget_old()
         return recorder
 
@@ -725,18 +726,20 @@ class TranscriptStore:
         """Show output of a rank after the end of a cell; see :meth:`CellRecorder.late`. Output of a forgotten cell is dropped. Any thread."""
         with self._lock:
             recorder = self._recorders.get(cell)
-            if recorder is not None:
-                self._in_memory[cell] = recorder
         if recorder is None:
             shown()
-        else:
-            recorder.late(rank, chunks, shown)
+            return
+        recorder.late(rank, chunks, shown)
+        with self._lock:
+            # After the output: a cell that began in between would have found none and dropped the recorder from this table.
+            if self._recorders.get(cell) is recorder:
+                self._measured[cell] = recorder
 
     def forget(self, cell: str) -> None:
         """Drop the recorder of a cell that did not begin, if it is kept."""
         with self._lock:
             self._recorders.pop(cell, None)  # the pool may have been stopped meanwhile
-            self._in_memory.pop(cell, None)
+            self._measured.pop(cell, None)
 
     def close(self) -> None:
         """Forget everything, files included."""
@@ -744,16 +747,16 @@ class TranscriptStore:
             recorder.transcript.remove()
         with self._lock:
             self._recorders.clear()
-            self._in_memory.clear()
+            self._measured.clear()
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _forget_old(self) -> None:
         memory = 0
-        for cell, recorder in list(self._in_memory.items()):
+        for cell, recorder in list(self._measured.items()):
             memory += recorder.transcript.in_memory
             if not recorder.transcript.running and not recorder.transcript.in_memory:
-                del self._in_memory[cell]
+                del self._measured[cell]
         if len(self._recorders) <= KEPT_CELLS and memory <= KEPT_IN_MEMORY:
             return
         for cell in list(self._recorders):
@@ -801,7 +804,7 @@ class TranscriptStore:
         finally:
             transcript.lock.release()
         del self._recorders[cell]
-        self._in_memory.pop(cell, None)
+        self._measured.pop(cell, None)
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -257,6 +258,23 @@ def test_late_output_of_cells_that_printed_nothing_before_their_end_counts_too(
         kept.late(0, f"c{number}", (Stream("stdout", "m" * 100),), lambda: None)
     kept.record("c4", "[4]", (0,), Seen())
     assert [one.transcript.cell for one in kept.all()] == ["c1", "c2", "c3", "c4"]
+
+
+def test_late_output_counts_although_a_cell_begins_before_it_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transcript_module, "KEPT_IN_MEMORY", 50)
+    kept, add = TranscriptStore(tmp_path / "output"), Transcript.add
+    kept.record("c0", "[0]", (0,), Seen()).transcript.finish(Ending())
+
+    def add_later(transcript: Transcript, rank: int, chunks: Sequence[Chunk]) -> None:
+        kept.record("c1", "[1]", (0,), Seen())
+        add(transcript, rank, chunks)
+
+    monkeypatch.setattr(Transcript, "add", add_later)
+    kept.late(0, "c0", (Stream("stdout", "m" * 100),), lambda: None)
+    kept.record("c2", "[2]", (0,), Seen())
+    assert [one.transcript.cell for one in kept.all()] == ["c1", "c2"]
 
 
 def test_nothing_is_made_where_the_pool_is_gone(tmp_path: Path) -> None:

@@ -22,12 +22,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from busy import busy_cores
 
 SMALL = {"4 B": 4, "256 B": 256, "4 KiB": 4096}
 LARGE = {"1 MiB": 1 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
@@ -286,6 +285,21 @@ class World:
             assert process.stdout is not None
             process.stdout.close()
         self.coordinator.close()
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Run a program that is always busy on each core that this process may use."""
+    loop = "import os, sys; os.sched_setaffinity(0, [int(sys.argv[1])])\nwhile True: pass"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", loop, str(core)]) for core in os.sched_getaffinity(0)
+    ]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def rounds(world: World, count: int, mpi: dict[str, MpiPrograms]) -> Iterator[tuple[str, Samples]]:

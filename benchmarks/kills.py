@@ -359,6 +359,8 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="page whose table is written again")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.add and given.json is None:
+        parser.error("--add needs --json, the file whose runs are kept")
     if given.rank_in:
         train(given.rank_in, given.step)
         return

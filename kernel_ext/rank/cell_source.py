@@ -128,9 +128,7 @@ class CellCompiler(CachingCompiler):
         """
         name = f"<cell {label}>"
         known = self._names.get(name)
-        if (
-            known is not None and known != source
-        ):  # another notebook, or a restarted one, has the same numbers
+        if known not in (None, source):  # another notebook, or a restarted one, has the same numbers
             name = f"<cell {label} #{hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
             known = self._names.get(name)
         self._source, self._name, self._lines = source, name, lines

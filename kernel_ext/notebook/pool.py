@@ -683,7 +683,7 @@ class Pool:
         out: Sinks = None,
         timeout: float | None = None,
         want_value: bool = True,
-        store_history: bool = True,
+        store_history: bool = False,
         file: str = "",
         prompter: Prompter | None = None,
         late: ShowLate | None = None,
@@ -701,7 +701,8 @@ class Pool:
             out: A sink of the output, or several; without one nothing is shown, and the output is only kept.
             timeout: Seconds after which the ranks are interrupted; None for no limit.
             want_value: Whether ranks send the value of the last expression.
-            store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
+            store_history: Whether the cell is one of a notebook's: its source becomes ``In[n]`` on the ranks and its value ``_`` and
+                ``Out[n]``, which keeps the value alive. By default not: in a program's loop each call would add to the ranks' memory.
             file: Name in a frontend's debugger of the cell that ``source`` is the end of.
             prompter: Asks the user when a rank reads input (``input()``, a debugger), if this is the main thread; by
                 default where this process has its input.
@@ -759,7 +760,7 @@ class Pool:
         out: Sinks = None,
         timeout: float | None = None,
         want_value: bool = True,
-        store_history: bool = True,
+        store_history: bool = False,
         file: str = "",
         late: ShowLate | None = None,
         elastic: Bounds | None = None,
@@ -992,7 +993,7 @@ class Pool:
             )
         begin = time.monotonic()
         cell = sync_cell(source, targets, without)
-        results = self.run(cell, label="sync", timeout=timeout, store_history=False)
+        results = self.run(cell, label="sync", timeout=timeout)
         if (ran := self._parts.transcripts.find("sync")) is not None:  # `%hvd_output` is of the user's cells
             self._parts.transcripts.forget(ran.transcript.cell)
         if not results.ok:

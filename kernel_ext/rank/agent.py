@@ -110,7 +110,7 @@ class RankAgent:
         self._gate = InterruptDelivery(loop, engine)
         self._capture = OutputQueue(engine, fds=fds, unsent=unsent)
         self._last_words = ExitFlush(self._capture, engine)
-        self._compiler = CellCompiler()
+        self._compiler = CellCompiler(shell)
         self._prompting = RankStdin(engine, self._capture, self._gate)
         self._capture.on_absence = lambda: self._prompting.set_owner_present(False)
         self._setup = ShellSetup(shell, self._capture, self._compiler, fds, self._prompting)

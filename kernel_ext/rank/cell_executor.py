@@ -165,7 +165,7 @@ class CellExecutor:
     async def _run_in_shell(self, request: RunCell) -> Any:
         source, blank = without_blank_head(request.source)
         lines = request.line_offset + blank
-        name = self._compiler.expect(source, request.label or request.cell, lines, request.file)
+        name = self._compiler.expect(source, request.label, lines, request.file)
         self._debug.cell_begins(request.file, name)
         broken = None
         try:
@@ -267,11 +267,13 @@ class CellExecutor:
 
     def _show_pages(self) -> None:
         """Show the pages for which ``len?`` and ``%psource`` open a pager; drop other payloads, which a frontend would act on."""
-        payloads = self._shell.payload_manager
-        for payload in payloads.read_payload():
+        manager = self._shell.payload_manager
+        payloads = manager.read_payload()
+        for payload in payloads:
             if payload.get("source") == "page":
                 self._capture.put(Display(wire_bundle(payload["data"]), {}))
-        payloads.clear_payload()
+        if payloads:
+            manager.clear_payload()
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Call ``work``, which an interrupt may end with KeyboardInterrupt."""

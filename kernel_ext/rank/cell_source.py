@@ -15,14 +15,21 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from types import CodeType
 from typing import Any
 
+from IPython.core import prefilter
+from IPython.core.autocall import IPyAutocall
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.inputtransformer2 import TransformerManager
+from IPython.core.macro import Macro
 
 from hvdlab.collectives.text import register_label
 
 _NUMBERED = re.compile(r"\[(\d+)\]\Z")
+
+_FIRST_WORD = re.compile(r"\s*([^\W\d][\w.]*)(?![\w.*])")
+"""The beginning of a line that IPython looks up as a magic or macro."""
 
 _CELL = re.compile(r"<cell (.*?)(?: #[0-9a-f]{6})?>\Z", re.DOTALL)
 
@@ -102,15 +109,90 @@ def _transformers(manager: Any) -> tuple[list[Any], ...]:
     return [*manager.cleanup_transforms], [*manager.line_transforms], [*manager.token_transformers]
 
 
+class LinePrefilter:
+    """IPython's prefilter of cells of one line, which is called only for a line that it may change.
+
+    It turns a line whose first word is a magic, a macro or an object that calls itself (``exit``) into Python. It asks seven checkers for
+    that, which took a tenth of a rank's work for a short cell. Where the user has added a checker or a transformer of lines, or has
+    switched one on, every line goes through it.
+
+    Args:
+        shell: The rank's shell.
+    """
+
+    #: IPython's checkers that look at nothing but the first word and ``autocall``.
+    _BY_WORD = frozenset(
+        {
+            prefilter.MacroChecker,
+            prefilter.IPyAutocallChecker,
+            prefilter.AssignmentChecker,
+            prefilter.AutoMagicChecker,
+            prefilter.PythonOpsChecker,
+            prefilter.AutocallChecker,
+        }
+    )
+
+    def __init__(self, shell: Any) -> None:
+        self._shell = shell
+        self._manager = shell.prefilter_manager
+        self._prefilter: Callable[..., str] = self._manager.prefilter_lines
+        #: The manager's checkers as they were found last, and those of them that may change other lines if they are switched on.
+        self._found: list[Any] = []
+        self._others: list[Any] = []
+
+    def prefilter_lines(self, lines: str, continue_prompt: bool = False) -> str:
+        """Return the lines as Python, without a newline at their end."""
+        text = lines.rstrip("\n")
+        return text if self._is_plain(text) else self._prefilter(lines, continue_prompt)
+
+    def _is_plain(self, line: str) -> bool:
+        word = _FIRST_WORD.match(line)
+        shell, manager = self._shell, self._manager
+        if word is None or "\n" in line or shell.autocall or manager.transformers:
+            return False
+        if manager.checkers != self._found:
+            self._found = [*manager.checkers]
+            self._others = [checker for checker in self._found if type(checker) not in self._BY_WORD]
+        if any(checker.enabled for checker in self._others):
+            return False
+        value = shell.user_ns.get(word[1])
+        return not isinstance(value, (Macro, IPyAutocall)) and shell.find_magic(word[1]) is None
+
+
+class ParsedCell:
+    """A cell that is parsed and compiled once, although it comes again.
+
+    Args:
+        tree: The cell.
+
+    Attributes:
+        tree: The cell.
+        statements: Identities of the statements of ``tree``; it keeps them alive, so that no other has one of these.
+        codes: The code of statements, by the statement's identity, the kind of code and the compiler's flags.
+    """
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.tree = tree
+        self.statements = frozenset(map(id, tree.body))
+        self.codes: dict[tuple[int, str, int], CodeType] = {}
+
+
 class CellCompiler(CachingCompiler):
     """IPython's compiler, which calls cells of the pool by their label: ``Cell In[7], line 4``.
+
+    Args:
+        shell: The rank's shell.
 
     Attributes:
         files: The file by which a frontend's debugger knows a cell, to the name that the cell was compiled under last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shell: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # IPython is partly untyped
+        self._shell = shell
+        self._parse_cell_once = lru_cache(MOST_KNOWN)(self._parse_cell)
+        #: The cell that was parsed last, if it may come again.
+        self._parsed: ParsedCell | None = None
         self._source: str | None = None
         self._name = ""
         self._lines = 0
@@ -118,18 +200,22 @@ class CellCompiler(CachingCompiler):
         self.files: dict[str, str] = {}
 
     def expect(self, source: str, label: str, lines: int, file: str = "") -> str:
-        """Announce the next code to be compiled, ``source``, known to users as ``label``, with ``lines`` lines above it.
+        """Announce the next code to be compiled, ``source``, with ``lines`` lines above it.
 
         Args:
+            source: The cell.
+            label: The name by which users know it; an empty text for a cell of a program's, which is named by its text.
+            lines: Lines above the source.
             file: The file by which a frontend's debugger knows the cell.
 
         Returns:
             The file name that the code will be compiled under.
         """
-        name = f"<cell {label}>"
+        # Without a label by the text: a program that runs a cell in a loop would add a name, and lines for tracebacks, each time.
+        name = f"<cell {label or _digest(f'{lines} {source}', 12)}>"
         known = self._names.get(name)
         if known not in (None, source):  # another notebook, or a restarted one, has the same numbers
-            name = f"<cell {label} #{hashlib.sha256(source.encode('utf-8', 'replace')).hexdigest()[:6]}>"
+            name = f"<cell {label} #{_digest(source, 6)}>"
             known = self._names.get(name)
         self._source, self._name, self._lines = source, name, lines
         # Not for a cell that comes again, such as that of a script which calls ``pool.run`` in a loop.
@@ -179,9 +265,46 @@ class CellCompiler(CachingCompiler):
 
     def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
         """Parse, with the line numbers of the notebook."""
-        if filename == self._name:
-            source = "\n" * self._lines + source
-        return parse(source, filename, symbol, self.flags)
+        if filename != self._name:
+            return parse(source, filename, symbol, self.flags)
+        if len(source) > LONGEST_KNOWN or self._changes_trees():
+            self._parsed = None
+            return self._parse_cell(source, filename, self._lines, self.flags).tree
+        self._parsed = self._parse_cell_once(source, filename, self._lines, self.flags)
+        return self._parsed.tree
+
+    def _changes_trees(self) -> bool:
+        """Return whether the shell changes a tree before it is compiled."""
+        shell = self._shell
+        return bool(shell.ast_transformers) or shell.ast_node_interactivity == "last_expr_or_assign"
+
+    @staticmethod
+    def _parse_cell(source: str, filename: str, lines: int, flags: int) -> ParsedCell:
+        tree = parse("\n" * lines + source, filename, "exec", flags)
+        assert isinstance(tree, ast.Module)
+        return ParsedCell(tree)
+
+    def __call__(self, source: Any, filename: str, symbol: str, **options: Any) -> CodeType:
+        """Compile a text or tree; IPython calls this for a tree of each statement of a cell.
+
+        The code of a statement is kept for the case that the cell comes again, unless it defines functions or classes: ``torch.compile``
+        and debuggers know functions by their code, and would mistake new ones for the old.
+        """
+        body = source.body if isinstance(source, ast.Module | ast.Interactive) else []
+        parsed = self._parsed
+        if parsed is None or len(body) != 1 or id(body[0]) not in parsed.statements:
+            return self._compile(source, filename, symbol, **options)
+        key = id(body[0]), symbol, self.flags
+        code = parsed.codes.get(key)
+        if code is None:
+            code = self._compile(source, filename, symbol, **options)
+            if not any(isinstance(constant, CodeType) for constant in code.co_consts):
+                parsed.codes[key] = code
+        return code
+
+    def _compile(self, source: Any, filename: str, symbol: str, **options: Any) -> CodeType:
+        code: CodeType = super().__call__(source, filename, symbol, **options)
+        return code
 
     def format_code_name(self, name: str) -> Any:
         """Return the kind and the name by which a traceback calls code of this file name."""
@@ -194,6 +317,10 @@ class CellCompiler(CachingCompiler):
         """Drop the sources from Python's line cache."""
         for name in self._names:
             linecache.cache.pop(name, None)
+
+
+def _digest(text: str, digits: int) -> str:
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:digits]
 
 
 def without_blank_head(source: str) -> tuple[str, int]:

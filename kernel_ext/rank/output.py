@@ -436,6 +436,8 @@ class OutputQueue:
         self._wake()
 
     def _send_late(self) -> None:
+        if not self._late:
+            return  # a writer that adds to it from here on wakes the thread that sends
         with self._lock:
             late, self._late, self._late_queued = self._late, deque(), 0
             leaving = sum(entry[2] for _, entry in late)

@@ -102,13 +102,15 @@ class FdCapture:
             if len(raw) < _CHUNK:
                 return
 
-    def written(self) -> tuple[int, ...]:
+    def written(self) -> tuple[int, int]:
         """Return the number of bytes written to each pipe by now. The caller holds :attr:`lock`."""
-        return tuple(self._read[fd] + _available(fd) for fd in self.readers)
+        out, err = self.readers
+        return self._read[out] + _available(out), self._read[err] + _available(err)
 
-    def has_read(self, written: tuple[int, ...]) -> bool:
+    def has_read(self, written: tuple[int, int]) -> bool:
         """Return whether so many bytes, as :meth:`written` said, have been read from each pipe. The caller holds :attr:`lock`."""
-        return all(self._read[fd] >= count for fd, count in zip(self.readers, written, strict=True))
+        out, err = self.readers
+        return self._read[out] >= written[0] and self._read[err] >= written[1]
 
     def close(self) -> None:
         """Give fd 0, 1 and 2 back and close the pipes."""

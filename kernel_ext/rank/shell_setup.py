@@ -23,7 +23,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
 
-from hvdlab.kernel_ext.rank.cell_source import CellCompiler, StaticTransforms
+from hvdlab.kernel_ext.rank.cell_source import CellCompiler, LinePrefilter, StaticTransforms
 from hvdlab.kernel_ext.rank.debugger import make_breakpoint, stop_here
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
 from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
@@ -101,6 +101,8 @@ class ShellSetup:
         self._patch(bdb.Bdb, "stop_here", stop_here)
         transformers = self._shell.input_transformer_manager
         self._patch(transformers, "transform_cell", StaticTransforms(transformers).transform_cell)
+        prefilters = self._shell.prefilter_manager
+        self._patch(prefilters, "prefilter_lines", LinePrefilter(self._shell).prefilter_lines)
         # Code that reads sys.stdin itself gets an end of file: no terminal is behind it that could answer.
         self._patch(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115  # closed by uninstall
         self._undo.append(sys.stdin.close)
@@ -256,6 +258,9 @@ LARGEST_ITEM = 16 << 20
 
 class RankDisplayHook(DisplayHook):
     """Sends the value of a cell's last expression and keeps ``_``, ``__``, ``Out`` as IPython does."""
+
+    #: IPython sets it twice for each cell. A plain attribute in the place of a trait spares a rank what traits do when they are set.
+    exec_result: Any = None
 
     def __init__(self, capture: OutputQueue, **kwargs: Any) -> None:
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]  # IPython is partly untyped

@@ -19,7 +19,7 @@ class RunCell(Payload, frozen=True):
             so that line numbers are those that the notebook shows.
         line_offset: Number of lines of the notebook's cell above the source (the magic line).
         want_value: Send the last expression's value, pickled, if it is no larger than ``value_limit`` bytes.
-        store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]``.
+        store_history: Whether the cell is one of a notebook's: its source becomes ``In[n]``, its value ``_`` and ``Out[n]``.
         file: The file by which the frontend's debugger knows the whole cell.
         at_least: Ranks that elastic training needs in this cell; 0 in a cell that is not elastic.
         at_most: Ranks that the pool may have while an elastic cell runs; None for no limit. It is for the pool, and for the process
@@ -35,7 +35,7 @@ class RunCell(Payload, frozen=True):
     line_offset: int = 0
     want_value: bool = True
     value_limit: int = 1 << 20
-    store_history: bool = True
+    store_history: bool = False
     file: str = ""
     at_least: int = 0
     at_most: int | None = None

@@ -72,7 +72,7 @@ class CellRequest:
         out: Sinks of the output; without one nothing is shown, and the output is only kept.
         timeout: Seconds after which the ranks are interrupted; None for no limit.
         want_value: Whether ranks send the value of the last expression.
-        store_history: Whether the cell is one of the notebook's: its value becomes ``_`` and ``Out[n]`` on the ranks.
+        store_history: Whether the cell is one of a notebook's: its source becomes ``In[n]``, its value ``_`` and ``Out[n]`` on the ranks.
         file: The name in a frontend's debugger of the cell that ``source`` is the end of.
         prompter: Asks the user when a rank reads input (``input()``, a debugger), if the main thread drives the cell.
         late: Shows output of the cell's threads and tasks after its end, ``late(rank, chunks)``; called on a thread of the
@@ -88,7 +88,7 @@ class CellRequest:
     out: Sinks = None
     timeout: float | None = None
     want_value: bool = True
-    store_history: bool = True
+    store_history: bool = False
     file: str = ""
     prompter: Prompter | None = None
     late: ShowLate | None = None

@@ -43,6 +43,37 @@ def test_cells_run_on_all_ranks_with_values_and_output(start_pool: StartPool) ->
     assert pool.ranks == (0, 1, 2)
 
 
+COUNTED = """
+import gc, inspect, linecache
+from hvdlab.collectives import text
+ip = get_ipython()
+class Value: pass
+def counts():
+    gc.collect()
+    values = sum(isinstance(o, Value) for o in gc.get_objects())
+    return values, len(ip.user_ns["In"]), len(linecache.cache), len(inspect.modulesbyfile), len(text._labels), len(ip.user_ns)
+"""
+
+
+def test_a_program_that_runs_a_cell_in_a_loop_adds_nothing_to_the_ranks_memory(start_pool: StartPool) -> None:
+    pool = start_pool(2)
+    pool.run(COUNTED)
+    for _ in range(2):  # the first report of a cell has a few imports
+        assert pool.run("counts(); Value()").errors == {}
+    before = values(pool, "counts()")
+    for _ in range(20):
+        assert pool.run("counts(); Value()").errors == {}
+    assert values(pool, "counts()") == before
+
+
+def test_a_cell_of_the_history_stays_in_it(start_pool: StartPool) -> None:
+    pool = start_pool(1)
+    for n in (3, 4):
+        pool.run(f"'value {n}'", label=f"[{n}]", store_history=True)
+    pool.run("'of no history'")
+    assert values(pool, "_, __, Out[3], In[4]") == [("value 4", "value 3", "value 3", "'value 4'")]
+
+
 def test_a_rank_does_not_look_like_a_terminal_to_libraries(start_pool: StartPool) -> None:
     assert values(start_pool(2), "import sys; hasattr(sys, 'ps1')") == [False, False]
 

@@ -115,10 +115,10 @@ def test_newcomers_know_what_the_others_know(start_pool: StartPool) -> None:
     assert "ranks 2,3 came later, by resize at " in said
     assert "`%hvd_pool sync 2,3` brings them what the others know" in said
 
-    pool.run("'what the user saw last'", ranks=[0, 1], label="[7]")
+    pool.run("'what the user saw last'", ranks=[0, 1], label="[7]", store_history=True)
     done = pool.sync(without=["words"])
     # It leaves no trace among the user's own cells.
-    assert pool.run("_", ranks=[0, 1], store_history=False)[1] == "what the user saw last"
+    assert pool.run("_", ranks=[0, 1])[1] == "what the user saw last"
     assert pool.transcripts.find("sync") is None
     assert (done.source, done.ranks) == (0, (2, 3))
     assert list(done.failed) == ["lock"]

@@ -171,8 +171,9 @@ class Pool:
         self.asked: list[PromptRequest] = []
 
     def start(self, source: str, *, label: str = "", line_offset: int = 1, **options: Any) -> str:
-        """Run a cell; by default it stands below the line of a magic, as a notebook's does."""
+        """Run a cell; by default it stands below the line of a magic and is one of the history, as a notebook's."""
         self.count += 1
+        options.setdefault("store_history", True)
         cell = f"cell-{self.count}"
         self.engine.mail(RunCell(cell, label or f"[{self.count}]", source, line_offset, **options))
         return cell

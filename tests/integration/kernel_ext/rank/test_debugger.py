@@ -84,7 +84,7 @@ def pauses() -> list[bool]:
 def server(pauses: list[bool]) -> DebugServer:
     """Return the server of a rank in a session, one of whose threads has stopped."""
     # Without debugpy there is nothing to call on the main thread.
-    server = DebugServer(StoppedEngine(pauses), cast(asyncio.AbstractEventLoop, None), CellCompiler())
+    server = DebugServer(StoppedEngine(pauses), cast(asyncio.AbstractEventLoop, None), CellCompiler(None))
     server._session = 1
     server.handle_message(event("stopped", 1))
     return server

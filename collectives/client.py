@@ -810,6 +810,8 @@ class ClientConnection:
     def __init__(self, endpoint: Endpoint, pid: int, client: Client) -> None:
         self._endpoint, self._pid, self._client = endpoint, pid, client
         self._closing = False
+        #: Whether the selector reports room for more bytes.
+        self._watches_room = False
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_reader.setblocking(False)
         self._wake_writer.setblocking(False)
@@ -861,8 +863,9 @@ class ClientConnection:
         return self._pid > 0 and process_state(self._pid) in ("T", "t")
 
     def _step(self, selector: selectors.BaseSelector, heartbeat: Heartbeat) -> None:
-        writing = selectors.EVENT_WRITE if self._endpoint.backlog else 0
-        selector.modify(self._endpoint, selectors.EVENT_READ | writing)
+        if self._watches_room != (waits := bool(self._endpoint.backlog)):
+            selector.modify(self._endpoint, selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0))
+            self._watches_room = waits
         for key, mask in selector.select(heartbeat.timeout(time.monotonic())):
             if key.fileobj is self._wake_reader:
                 self._wake_reader.recv(4096)

@@ -100,7 +100,9 @@ DESCRIPTOR_LIMIT = 8
 LOST = -1
 """Place of a descriptor that could not be received, since this process had no number left for it."""
 _ANCILLARY = socket.CMSG_SPACE(4 * DESCRIPTOR_LIMIT)
-_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_FLAGS = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_TRUNCATED = int(socket.MSG_CTRUNC)
+"""Both as plain integers: operators of :class:`socket.MsgFlag` are functions in Python, for each message that comes."""
 _TLS_WANTS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -358,13 +360,13 @@ class Endpoint:
 
     def _read_with_descriptors(self) -> bytes:
         data, ancillary, flags, _address = self._sock.recvmsg(RECEIVE_SIZE, _ANCILLARY, _FLAGS)
-        if ancillary or flags & socket.MSG_CTRUNC:
+        if ancillary or flags & _TRUNCATED:
             self._keep_descriptors(ancillary, flags)
         return data
 
     def _keep_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
         assert self._descriptors is not None
-        if flags & socket.MSG_CTRUNC and not ancillary:
+        if flags & _TRUNCATED and not ancillary:
             # This process has no number left for the descriptor. One comes with each such message, so exactly one is lost.
             self._descriptors.append(LOST)
         for level, kind, content in ancillary:

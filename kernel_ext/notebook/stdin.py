@@ -164,8 +164,9 @@ class PromptQueue:
     def rank_gone(self, rank: int) -> None:
         """Drop the questions of a rank that has ended the cell, or died."""
         self._expected.discard(rank)
-        for key in [key for key in self._waiting if key[0] == rank]:
-            del self._waiting[key]
+        if self._waiting:
+            for key in [key for key in self._waiting if key[0] == rank]:
+                del self._waiting[key]
 
     def clear(self) -> None:
         """Drop all questions, as the cell was interrupted."""
@@ -177,7 +178,7 @@ class PromptQueue:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Return the ranks that wait for an answer."""
-        return tuple(sorted({rank for rank, _ in self._waiting}))
+        return tuple(sorted({rank for rank, _ in self._waiting})) if self._waiting else ()
 
     @property
     def deadline(self) -> float | None:

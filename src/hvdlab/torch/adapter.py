@@ -230,7 +230,8 @@ def plain_array(tensor: Any) -> npt.NDArray[Any] | None:
         return None
     if not tensor.is_cpu or tensor.dtype not in _OF_NUMPY or not ADAPTER.is_direct(tensor):
         return None
-    return ADAPTER.host_view(tensor)
+    # host_view() would check once more whether it is direct.
+    return np.asarray(_Elements(tensor)) if tensor.numel() else ADAPTER.host_view(tensor)
 
 
 def as_stored(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,6 +40,11 @@ MOST_KNOWN = 64
 LONGEST_KNOWN = 10_000
 """Characters of a source that is kept at most."""
 
+MOST_PARSED = 8
+"""Cells that are kept parsed and compiled: of 500 characters, one takes 40 kB of each rank's memory."""
+LONGEST_PARSED = 2_000
+"""Characters of such a cell at most. To parse a longer one takes little beside what it does."""
+
 
 def parse(source: str, filename: str = "<unknown>", symbol: str = "exec", flags: int = 0) -> ast.AST:
     """Parse, again where another thread parsed at the same time.
@@ -190,7 +195,7 @@ class CellCompiler(CachingCompiler):
     def __init__(self, shell: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # IPython is partly untyped
         self._shell = shell
-        self._parse_cell_once = lru_cache(MOST_KNOWN)(self._parse_cell)
+        self._parse_cell_once = lru_cache(MOST_PARSED)(self._parse_cell)
         #: The cell that was parsed last, if it may come again.
         self._parsed: ParsedCell | None = None
         self._source: str | None = None
@@ -267,7 +272,7 @@ class CellCompiler(CachingCompiler):
         """Parse, with the line numbers of the notebook."""
         if filename != self._name:
             return parse(source, filename, symbol, self.flags)
-        if len(source) > LONGEST_KNOWN or self._changes_trees():
+        if len(source) > LONGEST_PARSED or self._changes_trees():
             self._parsed = None
             return self._parse_cell(source, filename, self._lines, self.flags).tree
         self._parsed = self._parse_cell_once(source, filename, self._lines, self.flags)

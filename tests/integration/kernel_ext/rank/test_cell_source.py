@@ -20,7 +20,9 @@ from traitlets.config import Config
 
 from hvdlab.kernel_ext.rank.cell_source import (
     LONGEST_KNOWN,
+    LONGEST_PARSED,
     MOST_KNOWN,
+    MOST_PARSED,
     CellCompiler,
     LinePrefilter,
     StaticTransforms,
@@ -291,6 +293,20 @@ def test_a_statement_that_comes_again_is_compiled_once(shell: Any) -> None:
     assert shell.user_ns["n"] == 4
     assert all(old is not new for old, new in zip(first, cells.run("n = 1\n\nn = 2\nn"), strict=True))
     assert shell.user_ns["n"] == 2
+
+
+def test_only_a_few_short_cells_are_kept_compiled(shell: Any) -> None:
+    cells = Cells(shell)
+    (first,) = cells.run("n = 0")
+    for n in range(1, MOST_PARSED):
+        cells.run(f"n = {n}")
+    assert cells.run("n = 0") == [first]
+    assert cells.run("n = 0")[0] is first
+    for n in range(MOST_PARSED):
+        cells.run(f"n = -{n}")
+    assert cells.run("n = 0")[0] is not first
+    long = f"n = '{'x' * LONGEST_PARSED}'"
+    assert cells.run(long)[0] is not cells.run(long)[0]
 
 
 def test_the_last_expression_of_a_cell_that_comes_again_is_its_value(shell: Any) -> None:

@@ -162,8 +162,12 @@ def _collect(shell: Any, without: Collection[str]) -> _Knowledge:
 def _dotted(shell: Any, modules: Collection[str]) -> list[str]:
     """Return the modules that cells imported as ``import package.module``, which binds the package alone."""
     history = shell.history_manager
+    ran = [text or source for source, text in shell.compile.cells().values()]
+    if history is not None:
+        # Of a program's cells the history has none, and the compiler none of those that ipyparallel runs.
+        ran += history.input_hist_parsed
     found: list[str] = []
-    for source in history.input_hist_parsed if history is not None else ():
+    for source in dict.fromkeys(ran):
         try:
             tree = parse(source)
         except (SyntaxError, ValueError):

@@ -253,6 +253,10 @@ class Admission:
             return []
         if self._restoring.active:
             return []
+        # Each end of a cell comes here, mostly of a rank whose world is as it should be.
+        if not self._elastic.active and self._has_all_that_are_expected():
+            membership.set_waiting(())
+            return []
         there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
         current = world.current
         gone = world.gone | membership.returning
@@ -290,6 +294,16 @@ class Admission:
                 (membership.ranks[rank].peer, m.Regrouped(ticket)) for rank, ticket in self._elastic.resume()
             ]
         return []
+
+    def _has_all_that_are_expected(self) -> bool:
+        """Return whether the world has each expected rank, and none of them leaves, has left or is outdated."""
+        membership, world = self._membership, self._sets.world
+        if world.gone or membership.returning or membership.leaving:
+            return False
+        expected = membership.expected or ()
+        return {*world.current}.issuperset(expected) and not any(
+            rank.outdated for rank in membership.ranks.values()
+        )
 
     def _may_enter(self, rank: int, members: Sequence[int]) -> bool:
         """Return whether an outdated rank can be admitted now, beside these members.

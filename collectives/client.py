@@ -14,7 +14,7 @@ import selectors
 import socket
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,7 +107,7 @@ class Client:
         self._loss_reported = False
         self._on_reconnected: list[Callable[[Membership], Any]] = []
         #: Names for users of the newest cells, by id. The recording reads them while this changes: never replace the dict.
-        self._labels: dict[str, str] = {}
+        self._labels: OrderedDict[str, str] = OrderedDict()
         self._recording: Recording | None = None
         self._use(endpoint, welcome)
 
@@ -249,7 +249,7 @@ class Client:
         with self._changed:
             self._labels[cell] = label
             while len(self._labels) > LABELS_KEPT:
-                del self._labels[next(iter(self._labels))]
+                self._labels.popitem(last=False)
 
     def flush(self, timeout: float = 10, *, events: bool = True) -> None:
         """Wait until the coordinator has handled everything that this client has sent before.

@@ -7,6 +7,8 @@ ids. Generations continue above all that were, so that no message to or from the
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from hvdlab.collectives.coordinator.admission import Admission, ElasticRanks
 from hvdlab.collectives.coordinator.deadlock import RunningCells
 from hvdlab.collectives.coordinator.decision_log import DecisionEntry, DecisionKind
@@ -56,7 +58,8 @@ class Restoring:
         self.cells: tuple[tuple[str, tuple[int, ...]], ...] = ()
         self.ran_in: dict[int, int] = {}
         self.renewed: set[int] = set()
-        self.ended: dict[tuple[str, int], None] = {}
+        # Ordered: of a plain dict, the first key is found behind the places of all that were removed before it.
+        self.ended: OrderedDict[tuple[str, int], None] = OrderedDict()
         self.mail: dict[int, list[m.Mail]] = {}
 
     def begin(self, now: float) -> None:
@@ -78,7 +81,7 @@ class Restoring:
         """
         self.ended[cell, rank] = None
         if len(self.ended) > REMEMBERED:
-            del self.ended[next(iter(self.ended))]
+            self.ended.popitem(last=False)
 
     def keep_mail(self, rank: int, mail: m.Mail) -> None:
         """Keep mail for a rank that is perhaps on its way: the sender has only come earlier."""

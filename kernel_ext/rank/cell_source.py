@@ -141,9 +141,10 @@ class LinePrefilter:
         self._shell = shell
         self._manager = shell.prefilter_manager
         self._prefilter: Callable[..., str] = self._manager.prefilter_lines
-        #: The manager's checkers as they were found last, and those of them that may change other lines if they are switched on.
-        self._found: list[Any] = []
-        self._others: list[Any] = []
+        #: The manager's checkers when a line was last asked for.
+        self._checkers: list[Any] = []
+        #: Those of them that may change other lines if they are switched on.
+        self._checkers_of_lines: list[Any] = []
 
     def prefilter_lines(self, lines: str, continue_prompt: bool = False) -> str:
         """Return the lines as Python, without a newline at their end."""
@@ -155,10 +156,10 @@ class LinePrefilter:
         shell, manager = self._shell, self._manager
         if word is None or "\n" in line or shell.autocall or manager.transformers:
             return False
-        if manager.checkers != self._found:
-            self._found = [*manager.checkers]
-            self._others = [checker for checker in self._found if type(checker) not in self._BY_WORD]
-        if any(checker.enabled for checker in self._others):
+        if manager.checkers != self._checkers:
+            self._checkers = [*manager.checkers]
+            self._checkers_of_lines = [each for each in self._checkers if type(each) not in self._BY_WORD]
+        if any(checker.enabled for checker in self._checkers_of_lines):
             return False
         value = shell.user_ns.get(word[1])
         return not isinstance(value, (Macro, IPyAutocall)) and shell.find_magic(word[1]) is None
@@ -201,6 +202,8 @@ class CellCompiler(CachingCompiler):
         self._source: str | None = None
         self._name = ""
         self._lines = 0
+        #: Whether the cell is of a program, which may send it again; one of a notebook has another name each time.
+        self._recurs = False
         self._names: dict[str, str] = {}
         self.files: dict[str, str] = {}
 
@@ -222,7 +225,7 @@ class CellCompiler(CachingCompiler):
         if known not in (None, source):  # another notebook, or a restarted one, has the same numbers
             name = f"<cell {label} #{_digest(source, 6)}>"
             known = self._names.get(name)
-        self._source, self._name, self._lines = source, name, lines
+        self._source, self._name, self._lines, self._recurs = source, name, lines, not label
         # Not for a cell that comes again, such as that of a script which calls ``pool.run`` in a loop.
         if known != source:
             self._names[name] = source
@@ -272,7 +275,7 @@ class CellCompiler(CachingCompiler):
         """Parse, with the line numbers of the notebook."""
         if filename != self._name:
             return parse(source, filename, symbol, self.flags)
-        if len(source) > LONGEST_PARSED or self._changes_trees():
+        if not self._recurs or len(source) > LONGEST_PARSED or self._changes_trees():
             self._parsed = None
             return self._parse_cell(source, filename, self._lines, self.flags).tree
         self._parsed = self._parse_cell_once(source, filename, self._lines, self.flags)

@@ -275,10 +275,10 @@ class Cells:
         self.codes.append(code)
         return bool(await self._plain(code, result, async_=async_))
 
-    def run(self, source: str) -> list[CodeType]:
-        """Run a cell, and return the code of its statements."""
+    def run(self, source: str, label: str = "") -> list[CodeType]:
+        """Run a cell, of a program where it has no label, and return the code of its statements."""
         self.codes = []
-        self.compiler.expect(source, "", 0)
+        self.compiler.expect(source, label, 0)
         transformed = self.shell.transform_cell(source)
         asyncio.run(self.shell.run_cell_async(source, transformed_cell=transformed)).raise_error()
         return self.codes
@@ -307,6 +307,15 @@ def test_only_a_few_short_cells_are_kept_compiled(shell: Any) -> None:
     assert cells.run("n = 0")[0] is not first
     long = f"n = '{'x' * LONGEST_PARSED}'"
     assert cells.run(long)[0] is not cells.run(long)[0]
+
+
+def test_cells_of_a_notebook_are_not_kept_compiled(shell: Any) -> None:
+    cells = Cells(shell)
+    (kept,) = cells.run("n = 0")
+    assert cells.run("n = 0", "[1]")[0] is not cells.run("n = 0", "[1]")[0]
+    for n in range(MOST_PARSED):  # nor do they take the places of a program's
+        cells.run(f"n = -{n}", f"[{n}]")
+    assert cells.run("n = 0")[0] is kept
 
 
 def test_the_last_expression_of_a_cell_that_comes_again_is_its_value(shell: Any) -> None:

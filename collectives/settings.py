@@ -10,7 +10,7 @@ import ipaddress
 import math
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -577,15 +577,31 @@ VARIABLES: tuple[EnvironmentVariable, ...] = (
 )  # fmt: skip
 
 
+_BY_NAME = {variable.name: variable for variable in VARIABLES}
+
+
 def read_variables(environ: Mapping[str, str]) -> dict[str, Value]:
     """Return the value of each variable of the table that is set, by name. An empty text counts as unset.
 
     Raises:
         InvalidRequestError: Some hold no value of their kind; one error names them all.
     """
+    return _read(VARIABLES, environ)
+
+
+def read_variable(name: str, environ: Mapping[str, str]) -> Value | None:
+    """Return the value of one variable of the table; ``None`` if it is not set. An empty text counts as unset.
+
+    Raises:
+        InvalidRequestError: It holds no value of its kind.
+    """
+    return _read((_BY_NAME[name],), environ).get(name)
+
+
+def _read(variables: Iterable[EnvironmentVariable], environ: Mapping[str, str]) -> dict[str, Value]:
     values: dict[str, Value] = {}
     wrong = []
-    for variable in VARIABLES:
+    for variable in variables:
         text = environ.get(variable.name, "").strip()
         if not text:
             continue

@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from IPython.core.error import UsageError
@@ -318,6 +318,7 @@ def add_cell_options(parser: MagicParser) -> None:
     parser.add_argument("--timeout", type=seconds, metavar="S", help="interrupt the cell after S seconds")
 
 
+@cache
 def run_parser(magic: str = "%%hvd_run") -> MagicParser:
     parser = MagicParser(
         magic,

@@ -6,11 +6,10 @@ import html
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hvdlab.collectives.failures import Failures
-from hvdlab.collectives.settings import read_variables
+from hvdlab.collectives.settings import read_variable
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.output_channels import FixedCellChannel, LineTracking
@@ -236,14 +235,12 @@ class StripSink(OutputSink):
 
 
 def strips_enabled(environ: Mapping[str, str]) -> bool:
-    """Return whether cells get a strip by the settings and the installed packages.
+    """Return whether cells get a strip by the settings; one whose packages are missing is never shown.
 
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return (
-        read_variables(environ).get("HVDLAB_STRIP", True) is not False and find_spec("anywidget") is not None
-    )
+    return read_variable("HVDLAB_STRIP", environ) is not False
 
 
 class Strips:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvdlab.collectives.settings import read_variables
+from hvdlab.collectives.settings import read_variable
 from hvdlab.collectives.text import format_ranks
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, OutputSink
@@ -222,7 +222,8 @@ def shown_limit(environ: Mapping[str, str]) -> int:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return int(read_variables(environ).get("HVDLAB_OUTPUT_SHOWN", SHOWN))  # type: ignore[arg-type]  # it is a number
+    characters = read_variable("HVDLAB_OUTPUT_SHOWN", environ)
+    return SHOWN if characters is None else int(characters)  # type: ignore[arg-type]  # it is a number
 
 
 def _amount(size: int) -> str:

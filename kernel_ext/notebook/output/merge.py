@@ -26,7 +26,7 @@ from typing import Protocol
 
 import msgspec
 
-from hvdlab.collectives.settings import read_variables
+from hvdlab.collectives.settings import read_variable
 from hvdlab.collectives.text import compact_ranks
 from hvdlab.collectives.time_limits import Clock
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
@@ -183,6 +183,11 @@ class LineSplitter:
         return tuple(line for row in self._rows if (line := current(row.text)).strip())
 
     @property
+    def empty(self) -> bool:
+        """Return whether no text is left, and the cursor can return to no other line."""
+        return len(self._rows) == 1 and not self._rows[0].text and not self._begun
+
+    @property
     def rewrites(self) -> bool:
         """Return whether an unfinished line was overwritten after a carriage return, as progress bars do."""
         return any("\r" in row.text for row in self._rows)
@@ -333,6 +338,11 @@ class LiveView:
         #: The state that was returned last, and below when: an equal one is not shown again.
         self._shown: dict[Source, tuple[str, ...]] = {}
         self._at = float("-inf")
+
+    @property
+    def shows_lines(self) -> bool:
+        """Return whether the state that was returned last has any line."""
+        return bool(self._shown)
 
     @property
     def deadline(self) -> float | None:
@@ -500,6 +510,8 @@ class LineMerger:
         self._totals: dict[Key, int] = {}
         self._queues = {rank: RankQueue(rank, self._totals) for rank in self.ranks}
         self._splitters = {(r, s): LineSplitter() for r in self.ranks for s in _STREAMS}
+        #: Those of them that may not be empty: mostly none, and then nothing need be done for them at each event of the cell.
+        self._unfinished: set[Source] = set()
         self._pieces: list[Piece] = []
         #: Text of the stream `_name` that is in no piece yet: neighbouring lines become one piece.
         self._text: list[str] = []
@@ -515,13 +527,11 @@ class LineMerger:
                 self._pass_on(rank, chunk, now)
             elif isinstance(chunk, Stream):
                 other = "stdout" if chunk.name == "stderr" else "stderr"
-                self._add_lines(rank, other, self._splitters[rank, other].leave(), now)
-                self._add_lines(
-                    rank, chunk.name, self._splitters[rank, chunk.name].feed(chunk.text, now), now
-                )
+                self._leave(rank, other, now)
+                self._feed(rank, chunk.name, chunk.text, now)
             else:
                 for name in _STREAMS:
-                    self._add_lines(rank, name, self._splitters[rank, name].leave(), now)
+                    self._leave(rank, name, now)
                 self._add(rank, [_Rich(chunk)], now)
 
     def begin(self, rank: int) -> None:
@@ -533,6 +543,7 @@ class LineMerger:
         self._queues[rank] = RankQueue(rank, self._totals)
         if self._plain:  # the beginning of a line is on the screen already
             self._splitters.update({source: LineSplitter() for source in self._splitters})
+            self._unfinished.clear()
         self._splitters.update({(rank, stream): LineSplitter() for stream in _STREAMS})
         self._plain, self._labelled = False, True
 
@@ -540,7 +551,23 @@ class LineMerger:
         """Expect nothing more from this rank: its unfinished lines are complete now."""
         self.running.discard(rank)
         for name in _STREAMS:
-            self._add_lines(rank, name, self._splitters[rank, name].flush(), now)
+            if (rank, name) in self._unfinished:
+                self._add_lines(rank, name, self._splitters[rank, name].flush(), now)
+                self._unfinished.discard((rank, name))
+
+    def _feed(self, rank: int, name: str, text: str, now: float) -> None:
+        source = rank, name
+        splitter = self._splitters[source]
+        self._add_lines(rank, name, splitter.feed(text, now), now)
+        if splitter.empty:
+            self._unfinished.discard(source)
+        else:
+            self._unfinished.add(source)
+
+    def _leave(self, rank: int, name: str, now: float) -> None:
+        """Add the lines above the cursor of a stream, since the rank writes elsewhere."""
+        if (rank, name) in self._unfinished:
+            self._add_lines(rank, name, self._splitters[rank, name].leave(), now)
 
     def _add_lines(self, rank: int, name: str, lines: list[str], now: float) -> None:
         if not self._plain:
@@ -567,6 +594,7 @@ class LineMerger:
         splitter.leave()  # these lines are on the screen
         begun = splitter.partial
         lines = splitter.feed(chunk.text, now)
+        self._unfinished.add((rank, chunk.name))
         self._switch(chunk.name)
         if not splitter.moved_up:
             self._text.append(chunk.text)
@@ -583,7 +611,9 @@ class LineMerger:
         """When to call :meth:`take` although nothing new came; None if nothing waits."""
         if self._plain:
             return None
-        limits = [q.oldest + self._hold for q in self._queues.values() if q]
+        limits = [q.oldest + self._hold for q in self._queues.values() if q] if self._totals else []
+        if not self._unfinished and not self._live.shows_lines:
+            return min(limits, default=None)
         limits += [left + self._hold for s in self._splitters.values() if (left := s.left_at) is not None]
         if (live := self._live.deadline) is not None:
             limits.append(live)
@@ -591,12 +621,15 @@ class LineMerger:
 
     def take(self, now: float) -> list[Piece]:
         """Return the pieces that can be shown now, and forget them."""
-        self._expire(now)
-        if self._merge:
+        if self._unfinished:
+            self._expire(now)
+        if self._totals:
             self._release(now)
         self._switch("")
         pieces, self._pieces = self._pieces, []
-        if not self._plain and (live := self._live.take(now)) is not None:
+        if self._plain or not (self._unfinished or self._live.shows_lines):
+            return pieces
+        if (live := self._live.take(now)) is not None:
             if not self._labelled:
                 live = LiveLines(tuple(((), text) for _, text in live.lines))
             # An ended bar comes again as text: it goes first, so that it is never seen twice.
@@ -688,7 +721,8 @@ def hold_time(environ: Mapping[str, str]) -> float:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return float(read_variables(environ).get("HVDLAB_OUTPUT_HOLD", HOLD))  # type: ignore[arg-type]  # it is a number
+    seconds = read_variable("HVDLAB_OUTPUT_HOLD", environ)
+    return HOLD if seconds is None else float(seconds)  # type: ignore[arg-type]  # it is a number
 
 
 class Screen(Protocol):

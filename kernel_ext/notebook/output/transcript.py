@@ -28,7 +28,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from hvdlab.collectives.settings import read_variables
+from hvdlab.collectives.settings import read_variable
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import KeptOutput, NullSink, OutputSink, Sinks, drain, each_sink
 from hvdlab.kernel_ext.notebook.output.error_report import report
@@ -814,7 +814,8 @@ def kept_limit(environ: Mapping[str, str]) -> int:
     Raises:
         InvalidRequestError: A variable's value is not valid.
     """
-    return int(read_variables(environ).get("HVDLAB_OUTPUT_KEPT", KEPT_BYTES))  # type: ignore[arg-type]  # it is a number
+    size = read_variable("HVDLAB_OUTPUT_KEPT", environ)
+    return KEPT_BYTES if size is None else int(size)  # type: ignore[arg-type]  # it is a number
 
 
 def _has_any(transcript: Transcript) -> bool:

@@ -10,7 +10,14 @@ import pytest
 
 from hvdlab.collectives.coordinator.process import CoordinatorLaunch
 from hvdlab.collectives.errors import InvalidRequestError
-from hvdlab.collectives.settings import VARIABLES, EnvironmentVariable, Reader, Settings, read_variables
+from hvdlab.collectives.settings import (
+    VARIABLES,
+    EnvironmentVariable,
+    Reader,
+    Settings,
+    read_variable,
+    read_variables,
+)
 from support.page_scripts import load_script
 
 SCRIPT = Path(__file__).parents[3] / "docs/reference/settings_table.py"
@@ -56,6 +63,15 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     assert "HOROVOD_CYCLE_TIME='soon': a number of milliseconds from 0 was expected" in text
     assert "HOROVOD_CACHE_CAPACITY='-1': a whole number from 0 was expected" in text
     assert "MARK_CYCLES" not in text
+
+
+def test_one_variable_is_read_whatever_the_others_hold() -> None:
+    environ = {"HOROVOD_CYCLE_TIME": "soon", "HVDLAB_OUTPUT_HOLD": "2", "HVDLAB_OUTPUT_SHOWN": " "}
+    assert read_variable("HVDLAB_OUTPUT_HOLD", environ) == 2.0
+    assert read_variable("HVDLAB_OUTPUT_SHOWN", environ) is None
+    assert read_variable("HVDLAB_OUTPUT_KEPT", environ) is None
+    with pytest.raises(InvalidRequestError, match=r"^HOROVOD_CYCLE_TIME='soon': a number of milliseconds"):
+        read_variable("HOROVOD_CYCLE_TIME", environ)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +20,7 @@ from hvdlab.kernel_ext.notebook.output.merge import LineMerger, MergingSink
 from hvdlab.kernel_ext.notebook.output.transcript import CellRecorder, Transcript
 from hvdlab.kernel_ext.notebook.output_channels import LineTracking
 from hvdlab.kernel_ext.wire.cells import CellDone, CellError, Clear, Stream
-from hvdlab.magics.cell_strip import COST, DELAY, INTERVAL, Strip, StripSink, strips_enabled
+from hvdlab.magics.cell_strip import COST, DELAY, INTERVAL, Strip, Strips, StripSink, strips_enabled
 from hvdlab.magics.screens import NotebookScreen
 from support.fakes.notebook_recorder import Clock, Recorder
 from support.patience import PATIENCE
@@ -278,12 +281,22 @@ def test_if_it_can_not_be_shown_its_place_says_so_and_the_cell_goes_on(
     assert ("stdout", "[0,1] goes on\n") in cell.recorder.sent
 
 
-def test_a_setting_and_a_missing_package_turn_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("anywidget")
+def test_without_its_packages_it_never_comes(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hvdlab.widgets.strip", None)  # its import raises ModuleNotFoundError
+    kernel = SimpleNamespace(session=None, iopub_socket=None, get_parent=lambda channel: {})
+    shell, pool = cast(Any, SimpleNamespace(kernel=kernel)), cast(Any, SimpleNamespace(client=None))
+    strip = Strips().strip(shell, pool, "[1]", [0], LineTracking(cell.recorder), "strip")
+    now = time.monotonic() + DELAY
+    while (at := strip.tick(now)) is not None:
+        cell.loaded()
+        now = max(now, at)
+    strip.end(now, ok=True)
+    assert not cell.shown()
+
+
+def test_a_setting_turns_it_off() -> None:
     assert strips_enabled({})
     assert strips_enabled({"HVDLAB_STRIP": "1"})
     assert not strips_enabled({"HVDLAB_STRIP": "0"})
     with pytest.raises(InvalidRequestError, match="HVDLAB_STRIP"):
         strips_enabled({"HVDLAB_STRIP": "perhaps"})
-    monkeypatch.setattr("hvdlab.magics.cell_strip.find_spec", lambda name: None)
-    assert not strips_enabled({})

@@ -16,7 +16,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,9 +95,15 @@ class Process:
 
 
 class ElasticSchedule:
-    """One job from one seed. Raises ``AssertionError`` where something does not hold."""
+    """One job from one seed. Raises ``AssertionError`` where something does not hold.
 
-    def __init__(self, seed: int, *, tell: bool = False) -> None:
+    Args:
+        seed: Of everything that is left to chance.
+        tell: Whether the actions are printed.
+        later: Seconds by which the launcher's first time limits come later: those for its ranks to be started, and for enough hosts.
+    """
+
+    def __init__(self, seed: int, *, tell: bool = False, later: float = 0.0) -> None:
         self.chance = chance = random.Random(seed)
         self.tell = tell
         self.least = chance.choice((1, 1, 2, 3))
@@ -138,7 +144,8 @@ class ElasticSchedule:
             # Drawn apart, so that the seeds of before stand for the same schedules otherwise.
             join_timeout=random.Random(f"patience of {seed}").choice((None, None, None, 3.0)),
         )
-        self.run_ = JobRun(given, NoSink(), _Err(self))
+        with self._clock(later):
+            self.run_ = JobRun(given, NoSink(), _Err(self))
         self.run_._client = _Client(self.sim)  # type: ignore[assignment]  # stands in for a Client
         self.run_._starter = _Starter(self)
         self.sim.client_hears = self._world_told
@@ -244,7 +251,8 @@ class ElasticSchedule:
             self.facts["failed"] = process.watched[-1]
         self.faults.append(f"rank {process.rank} ends: {error}")
         culprits = tuple(error.cause.ranks) if isinstance(error, AbortedError) else ()
-        self.run_._events.post(e.Reported(process.rank, str(error), culprits))
+        if me.alive and me.open and not (me.lost or me.cut or me.away):  # the report is mail
+            self.run_._events.post(e.Reported(process.rank, str(error), culprits))
         if me.alive:
             self.sim.kill(process.rank)
 
@@ -489,12 +497,15 @@ class ElasticSchedule:
 
     # -- all of it ------------------------------------------------------------------------------------------------------------
 
+    def _clock(self, later: float = 0.0) -> AbstractContextManager[object]:
+        """Have the launcher use the simulated clock."""
+        return mock.patch.object(job_module, "time", SimpleNamespace(monotonic=lambda: self.sim.now + later))
+
     @contextmanager
     def playing(self) -> Iterator[None]:
         """Have the job use the simulated clock, and each program its own engine; all programs end afterwards."""
         with ExitStack() as stack:
-            clock = SimpleNamespace(monotonic=lambda: self.sim.now)
-            stack.enter_context(mock.patch.object(job_module, "time", clock))
+            stack.enter_context(self._clock())
             stack.enter_context(own_engines())
             stack.callback(self.close)
             yield
@@ -714,10 +725,10 @@ class _Err(Writer):
         self._schedule.say(text)
 
 
-def run_elastic_seed(seed: int) -> str:
-    """Run one schedule and return its error, or an empty text."""
+def run_elastic_seed(seed: int, later: float = 0.0) -> str:
+    """Run one schedule (see :class:`ElasticSchedule`), and return its error, or an empty text."""
     try:
-        ElasticSchedule(seed).run()
+        ElasticSchedule(seed, later=later).run()
     except Exception:  # noqa: BLE001  # any error is reported with its seed
         return traceback.format_exc(limit=-4)
     return ""

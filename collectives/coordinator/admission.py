@@ -237,6 +237,12 @@ class Admission:
                 )
                 yield Send((rank.peer,), refusal)
 
+    def is_needed(self) -> bool:
+        """Return whether :meth:`admit_newcomers` may change anything: mostly the world is as it should be when a cell ends."""
+        if self._membership.waiting or self._elastic.active:
+            return True
+        return not self._has_all_that_are_expected()
+
     def admit_newcomers(self) -> Decisions[list[tuple[int, m.Regrouped]]]:
         """Form a larger world once all expected ranks have come (or died).
 
@@ -252,10 +258,6 @@ class Admission:
         if membership.expected is None or not (membership.complete or self._elastic.active):
             return []
         if self._restoring.active:
-            return []
-        # Each end of a cell comes here, mostly of a rank whose world is as it should be.
-        if not self._elastic.active and self._has_all_that_are_expected():
-            membership.set_waiting(())
             return []
         there = [r for r in membership.expected if r in membership.ranks and not membership.ranks[r].leaving]
         current = world.current
@@ -300,10 +302,10 @@ class Admission:
         membership, world = self._membership, self._sets.world
         if world.gone or membership.returning or membership.leaving:
             return False
-        expected = membership.expected or ()
-        return {*world.current}.issuperset(expected) and not any(
-            rank.outdated for rank in membership.ranks.values()
-        )
+        for rank in membership.ranks.values():
+            if rank.outdated:
+                return False
+        return {*world.current}.issuperset(membership.expected or ())
 
     def _may_enter(self, rank: int, members: Sequence[int]) -> bool:
         """Return whether an outdated rank can be admitted now, beside these members.

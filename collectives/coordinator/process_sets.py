@@ -648,6 +648,11 @@ class ProcessSets:
         # A set that was never configured has no connections yet: all its members know of it, since they asked for it together.
         return not ps.peers or peer.peer in ps.peers
 
+    @property
+    def has_due_generation(self) -> bool:
+        """Return whether :meth:`configure_due` has something to do."""
+        return any([ps.phase != OPEN and ps.next_members is not None for ps in self.by_id.values()])  # noqa: C419  # faster
+
     def configure_due(self) -> Decisions[None]:
         """Open all generations that are due."""
         for ps in list(self):
@@ -722,7 +727,7 @@ class ProcessSets:
             The process sets with rejections to send.
         """
         ended = []
-        for ps in self:
+        for ps in self.by_id.values():
             negotiation = ps.negotiation
             if negotiation.mismatches:
                 # A rank that has left or runs no cell will not submit, so no round can become complete: the ranks that wait get the
@@ -735,13 +740,18 @@ class ProcessSets:
 
     def deadlines(self, grace: float) -> Iterator[float]:
         """Yield the times at which :meth:`abort_failed`, or :meth:`reject_mismatches` with the same ``grace``, has something to do."""
-        for ps in self:
+        for ps in self.by_id.values():
             if ps.failure is not None:
                 yield ps.failure[0]
             if ps.past_failure is not None:
                 yield ps.past_failure[0]
             if ps.negotiation.mismatches and (since := ps.negotiation.oldest_mismatch) is not None:
                 yield since + grace
+
+    @property
+    def has_failures(self) -> bool:
+        """Return whether a plane has failed whose generation :meth:`abort_failed` has to abort, now or later."""
+        return any([ps.failure is not None or ps.past_failure is not None for ps in self.by_id.values()])  # noqa: C419  # faster
 
     def abort_failed(self, now: float) -> Decisions[None]:
         """Abort the generations in which a plane failed a moment ago, and for which no better explanation has come since."""

@@ -523,7 +523,9 @@ class CoordinatorState:
         if self.cells.idle or self.elastic.ready:
             # Rounds that are held back for their priority are complete: they are ordered now, since the aborts below would end them
             # as well.
-            self.touched |= {ps: None for ps in self.sets if ps.negotiation.priorities}
+            for ps in self.sets.by_id.values():
+                if ps.negotiation.priorities:
+                    self.touched[ps] = None
         # Before the flush, which sends the rejections at their place among the orders.
         rejected = self.sets.reject_mismatches(self.cells.idle, self.options.dispute_grace, now)
         if rejected:
@@ -547,15 +549,18 @@ class CoordinatorState:
         if self.stalls.due is not None and now >= self.stalls.due and not self.pauses:
             self.apply(self.stalls.report_late(now))
         # After all other aborts: a death of this batch explains a plane's failure better.
-        self.apply(self.sets.abort_failed(now))
+        if self.sets.has_failures:
+            self.apply(self.sets.abort_failed(now))
         if self.restoring.active:
             self.apply(self.successor.end_wait(now))
         if self.membership.changed or self.admission.due:
             # An admission that has to wait is not repeated in each batch: the event that it waits for makes it due again.
             self.admission.due = False
-            self.answers += self.apply(self.admission.admit_newcomers())
+            if self.admission.is_needed():
+                self.answers += self.apply(self.admission.admit_newcomers())
         # Once, after all ends and changes of this batch: ten ranks that die together cost the others one new generation, not ten.
-        self.apply(self.sets.configure_due())
+        if self.sets.has_due_generation:
+            self.apply(self.sets.configure_due())
         # After the new generation, whose number and members are in the message.
         if self.membership.has_news:
             audience = self.membership.recipients(now)
@@ -579,7 +584,7 @@ class CoordinatorState:
         """Abort the collectives that other ranks wait in and that ranks without a cell will not submit."""
         # A paused rank is not idle: its user can type the awaited call at the prompt.
         idle = self.cells.idle - self.pauses.reasons.keys()
-        for ps in list(self.sets):
+        for ps in list(self.sets.by_id.values()):
             # A rank without a cell does not submit the name that it owes. Its next cell can use the same name rightly, and must not
             # get the old verdict.
             if ps.negotiation.owed:

@@ -638,6 +638,9 @@ class RankState:
         # The last of the cells that ran when the others went on. In training, restarted() ends this state instead.
         if self.outdated and not (self.elastic or self.failover.cells):
             self.failure, self.outdated = None, False
+        # A begin that has not left yet says nothing beside the end right behind it.
+        if self._messages and self._messages[-1] == m.CellBegin(cell):
+            self._messages.pop()
         self._messages.append(m.CellEnd(cell, error))
 
     # -- checks ---------------------------------------------------------------------------------------------------

@@ -167,21 +167,19 @@ class CellExecutor:
         lines = request.line_offset + blank
         name = self._compiler.expect(source, request.label, lines, request.file)
         self._debug.cell_begins(request.file, name)
-        # Once around both: each of them would enter and leave it on its own.
-        with self._shell.builtin_trap:
-            broken = None
-            try:
-                transformed = self._shell.transform_cell(source)
-            except Exception:  # noqa: BLE001  # an input transformer of the user; IPython shows it as the cell's error
-                transformed, broken = source, sys.exc_info()
-            if request.store_history:
-                self._number_like_notebook(request.label)
-            return await self._shell.run_cell_async(
-                source,
-                store_history=request.store_history,
-                transformed_cell=transformed,
-                preprocessing_exc_tuple=broken,
-            )
+        broken = None
+        try:
+            transformed = self._shell.transform_cell(source)
+        except Exception:  # noqa: BLE001  # an input transformer of the user; IPython shows it as the cell's error
+            transformed, broken = source, sys.exc_info()
+        if request.store_history:
+            self._number_like_notebook(request.label)
+        return await self._shell.run_cell_async(
+            source,
+            store_history=request.store_history,
+            transformed_cell=transformed,
+            preprocessing_exc_tuple=broken,
+        )
 
     def _number_like_notebook(self, label: str) -> None:
         """Let ``Out[7]`` and ``In[7]`` have the numbers of the notebook."""

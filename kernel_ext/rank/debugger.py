@@ -16,6 +16,8 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import queue
@@ -23,9 +25,9 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import ipykernel
@@ -66,6 +68,10 @@ _REPLACED = "REPLACED BY KeyboardInterrupt"
 _plain_stop_here = bdb.Bdb.stop_here
 
 
+_LAST = frozenset({"last_type", "last_value", "last_traceback", "last_exc"})
+"""Where Python keeps the error that was shown last."""
+
+
 def looks_back(source: str) -> bool:
     """Return whether a cell looks at the error that the cell before it failed with."""
     return bool(_LOOKS_BACK.search(source))
@@ -73,10 +79,10 @@ def looks_back(source: str) -> bool:
 
 def forget_failure(shell: Any) -> None:
     """Let go of the error that a cell has ended with, and with it of all that its frames hold."""
-    failed = getattr(sys, "last_value", None) is not None
-    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
-        if hasattr(sys, name):
-            delattr(sys, name)
+    kept = vars(sys).keys() & _LAST
+    failed = "last_value" in kept and sys.last_value is not None
+    for name in kept:
+        delattr(sys, name)
     # IPython's renderers keep the last traceback that they have rendered.
     for handler in (getattr(shell, "InteractiveTB", None), getattr(shell, "SyntaxTB", None)):
         for name in ("tb", "etype", "evalue"):
@@ -392,8 +398,9 @@ class DebugServer:
                 self._server.map(file, name)
             self._server.trace_here()  # an interrupt at a breakpoint has ended the tracing of this thread
         else:
-            # The cell may start debugpy itself, which stops every thread of the rank at a breakpoint but those that are exempt.
-            _exempt()
+            # The user may have started debugpy, which stops every thread of the rank at a breakpoint but those that are exempt.
+            if "pydevd" in sys.modules:
+                _exempt()
             self._untrace()
 
     def cut(self, error: BaseException) -> None:
@@ -624,6 +631,17 @@ class _Server:
 
 def _is_pydevds(code: CodeType) -> bool:
     return "pydevd" in code.co_filename or "pydevd" in code.co_qualname  # some of it is made by Cython
+
+
+class DebuggerImports(importlib.abc.MetaPathFinder):
+    """Finder that finds no module, and exempts hvdlab's threads from a debugger that a cell imports."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname in ("debugpy", "pydevd"):
+            _exempt()
+        return None
 
 
 def _exempt(*threads: threading.Thread) -> None:

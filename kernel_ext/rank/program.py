@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from ipykernel.zmqshell import ZMQInteractiveShell
+from ipykernel import zmqshell
 from traitlets.config import Config
 
 from hvdlab.bindings.framework_hooks import devices_in_use, set_environment
@@ -133,6 +133,25 @@ class RankProgram:
         atexit._run_exitfuncs()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+
+class ZMQInteractiveShell(zmqshell.ZMQInteractiveShell):
+    """Shell of a rank, with plain attributes in place of the traits that IPython sets or reads for each cell.
+
+    To set a trait takes thirty calls, even of a shell that no one observes. Those that a user can configure stay traits.
+    """
+
+    # Libraries find out by the name of the class and of its module whether they run in a notebook.
+    __module__ = zmqshell.__name__
+
+    last_execution_succeeded = True
+    last_execution_result: Any = None
+    builtin_trap: Any = None
+    display_trap: Any = None
+    history_manager: Any = None
+    magics_manager: Any = None
+    payload_manager: Any = None
+    prefilter_manager: Any = None
 
 
 def make_shell() -> ZMQInteractiveShell:

@@ -24,7 +24,7 @@ from IPython.core.displaypub import DisplayPublisher
 from IPython.core.error import UsageError
 
 from hvdlab.kernel_ext.rank.cell_source import CellCompiler, LinePrefilter, StaticTransforms
-from hvdlab.kernel_ext.rank.debugger import make_breakpoint, stop_here
+from hvdlab.kernel_ext.rank.debugger import DebuggerImports, make_breakpoint, stop_here
 from hvdlab.kernel_ext.rank.errors import one_line, safe_str
 from hvdlab.kernel_ext.rank.output import OutputQueue, RankStream
 from hvdlab.kernel_ext.rank.pipes import FdCapture
@@ -99,6 +99,9 @@ class ShellSetup:
         self._patch(getpass, "getpass", self._prompting.getpass)
         self._patch(sys, "breakpointhook", make_breakpoint(sys.breakpointhook))
         self._patch(bdb.Bdb, "stop_here", stop_here)
+        debuggers = DebuggerImports()
+        sys.meta_path.insert(0, debuggers)
+        self._undo.append(functools.partial(sys.meta_path.remove, debuggers))
         transformers = self._shell.input_transformer_manager
         self._patch(transformers, "transform_cell", StaticTransforms(transformers).transform_cell)
         prefilters = self._shell.prefilter_manager
@@ -111,6 +114,10 @@ class ShellSetup:
         self._shell.enable_gui = _no_windows
         self._shell._format_exception_for_storage = _exception_for_history
         self._refuse_notebooks_magics()
+        # As long as the rank lives: IPython would change the builtins, and change them back, for each cell.
+        trap = self._shell.builtin_trap
+        trap.__enter__()
+        self._undo.append(functools.partial(trap.__exit__, None, None, None))
         if not faulthandler.is_enabled():
             # Not into our own pipe: this process reads it itself, so a dump at its death would stay unread.
             faulthandler.enable(self._fds.originals["stderr"] if self._fds is not None else 2)

@@ -78,6 +78,28 @@ def test_a_rank_does_not_look_like_a_terminal_to_libraries(start_pool: StartPool
     assert values(start_pool(2), "import sys; hasattr(sys, 'ps1')") == [False, False]
 
 
+def test_a_rank_s_shell_looks_and_works_like_a_notebook_s(start_pool: StartPool) -> None:
+    pool = start_pool(1)
+    (name,) = pool.run("str(type(get_ipython()))")
+    assert name == "<class 'ipykernel.zmqshell.ZMQInteractiveShell'>"
+    assert list(pool.run("shell = get_ipython()\nshell.last_execution_succeeded, shell.last_execution_result.result")) == [(True, name)]  # fmt: skip
+    assert not pool.run("1 / 0").ok
+    assert list(pool.run("shell.last_execution_succeeded")) == [False]
+    assert pool.run("%config ZMQInteractiveShell.ast_node_interactivity = 'all'").ok
+    assert list(pool.run("shell.ast_node_interactivity, shell.magics_manager.shell is shell, shell.builtin_trap.shell is shell")) == [("all", True, True)]  # fmt: skip
+
+
+def test_magics_and_the_shell_are_at_hand_in_imported_code(start_pool: StartPool, tmp_path: Path) -> None:
+    (tmp_path / "imported.py").write_text("def shell(): return get_ipython()\ndef leave(): exit()\n")
+    pool = start_pool(1)
+    pool.run(f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import imported")
+    assert list(pool.run("imported.shell() is get_ipython()")) == [True]
+    assert (
+        pool.run("imported.leave()").errors[0].ename == "NameError"
+    )  # as in a notebook, whose `exit` is not Python's
+    assert list(pool.run("import builtins; hasattr(builtins, 'exit')")) == [False]
+
+
 def test_ranks_have_the_notebook_s_directory_path_and_environment(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

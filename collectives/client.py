@@ -236,7 +236,7 @@ class Client:
         if label:
             self.label_cell(cell, label)
         self._send(
-            m.CellStarted(cell, tuple(ranks)), *(m.Post(topic, body, tuple(to)) for topic, body, to in mail)
+            m.CellStarted(cell, tuple(ranks)), *[m.Post(topic, body, tuple(to)) for topic, body, to in mail]
         )
 
     def label_cell(self, cell: str, label: str) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -183,7 +183,7 @@ def make_sinks(
         if publisher is not None and strip is not None and strips_enabled(os.environ)
         else None
     )
-    cell = uuid.uuid4().hex[:12]
+    cell = secrets.token_hex(6)
     sink = _foreground_sink(
         watched or publisher,
         ranks,
@@ -363,7 +363,7 @@ class LateOutputView:
 
     def _make_sink(self) -> OutputSink:
         """Return the sink, when the first output comes."""
-        session, ranks, cell = self._session, self._first_ranks, uuid.uuid4().hex[:12]
+        session, ranks, cell = self._session, self._first_ranks, secrets.token_hex(6)
         plain = session.ranks_by_default
         sink = _foreground_sink(self._publisher, ranks, self._output, cell, plain=plain, known=session.areas)
         limit = shown_limit(os.environ)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -828,7 +828,7 @@ class Pool:
         self._runs.interrupt(self._chosen(ranks))
 
     def _dispatch(self, request: CellRequest) -> CellHandle:
-        cell, chosen = uuid.uuid4().hex[:12], self._chosen(request.ranks)
+        cell, chosen = secrets.token_hex(6), self._chosen(request.ranks)
         if request.elastic is not None:
             request.elastic.check()
             request.elastic.check_size(len(chosen), request.label)

@@ -6,7 +6,7 @@ import contextlib
 import re
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -121,8 +121,11 @@ class RankLifecycle:
 
     def loss_reason(self, rank: int) -> str:
         """Return the reason why a rank takes no cells any more; empty if it lives."""
-        member = self._members.get(rank)
-        return member.reason if member is not None else "it left the pool"
+        return self.losses((rank,)).get(rank, "")
+
+    def losses(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those of these ranks that take no cells any more, with the reasons."""
+        return self._members.losses(ranks)
 
     def local_pid(self, rank: int) -> int | None:
         """Return the process of a rank on this host; None if it runs elsewhere."""

@@ -6,7 +6,7 @@ that stay. A lost rank keeps its number until it is replaced (*repair*) or the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -204,9 +204,20 @@ class RankStates:
         """Return the record of a rank that belongs to the pool, or is still alive; None for any other."""
         return self._members.get(rank)
 
+    def losses(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those of these ranks that have ended or do not belong to the pool, with the reasons."""
+        found = {}
+        for rank in ranks:
+            record = self._members.get(rank)
+            if record is None:
+                found[rank] = "it left the pool"
+            elif record.reason:
+                found[rank] = record.reason
+        return found
+
     def in_state(self, *states: RankPhase) -> tuple[int, ...]:
         """Return the pool's ranks in one of these phases."""
-        return tuple(rank for rank in self._wanted if self._members[rank].state in states)
+        return tuple([rank for rank in self._wanted if self._members[rank].state in states])
 
     @property
     def ready(self) -> tuple[int, ...]:

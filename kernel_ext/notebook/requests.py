@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -36,6 +36,10 @@ class RankDirectory(Protocol):
 
     def loss_reason(self, rank: int) -> str:
         """Return the reason why a rank takes no cells any more; empty if it lives."""
+        ...
+
+    def losses(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return those of these ranks that take no cells any more, with the reasons."""
         ...
 
     def local_pid(self, rank: int) -> int | None:

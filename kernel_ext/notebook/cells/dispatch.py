@@ -151,8 +151,10 @@ class ReceiveWindow:
             ranks: The ranks that have the cell.
             before: Rank to the bytes of its output that came, or were lost, before this object was made.
         """
-        known = before or {}
-        self._parts = {rank: _Part(known.get(rank, 0), known.get(rank, 0)) for rank in ranks}
+        self._parts = {rank: _Part() for rank in ranks}
+        for rank, size in (before or {}).items():
+            if rank in self._parts:
+                self._parts[rank] = _Part(size, size)
 
     def add_ranks(self, ranks: Iterable[int]) -> None:
         """Expect parts of these ranks, too. A rank that had the cell before is a new process: its count begins from zero."""
@@ -161,7 +163,7 @@ class ReceiveWindow:
     @property
     def waiting(self) -> tuple[int, ...]:
         """Return the ranks whose part has not ended."""
-        return tuple(rank for rank, part in self._parts.items() if not part.ended)
+        return tuple([rank for rank, part in self._parts.items() if not part.ended])
 
     @property
     def is_empty(self) -> bool:
@@ -267,9 +269,9 @@ class _DispatchedCell:
     ) -> Iterator[tuple[RunCell, tuple[int, ...]]]:
         """Return the orders to run the cell, each with the ranks that get it: ranks that join enter the world first."""
         order = msgspec.structs.replace(self.order, announced=announced, discards=discards)
-        if joining := tuple(rank for rank in ranks if rank in self.joined):
+        if joining := tuple([rank for rank in ranks if rank in self.joined]):
             yield msgspec.structs.replace(order, joins=True), joining
-        if others := tuple(rank for rank in ranks if rank not in self.joined):
+        if others := tuple([rank for rank in ranks if rank not in self.joined]):
             yield order, others
 
 
@@ -519,12 +521,12 @@ class CellDispatcher:
             handle.post(RanksReleased(ranks))
 
     def _tell_dead(self, run: _DispatchedCell, ranks: Sequence[int] | None = None) -> None:
-        for rank in run.handle.ranks if ranks is None else ranks:
-            if reason := self._ranks.loss_reason(rank):  # it died after the caller had chosen it
-                # In one step, as for mail: output that is accepted before the death must not be posted behind it, where it is dropped.
-                with run.lock:
-                    run.arrivals.rank_died(rank)
-                    run.handle.post(RankDied(rank, reason, time.monotonic_ns()))
+        """Report the death of those that have died since the caller had chosen them."""
+        for rank, reason in self._ranks.losses(run.handle.ranks if ranks is None else ranks).items():
+            # In one step, as for mail: output that is accepted before the death must not be posted behind it, where it is dropped.
+            with run.lock:
+                run.arrivals.rank_died(rank)
+                run.handle.post(RankDied(rank, reason, time.monotonic_ns()))
 
     def interrupt(self, ranks: Sequence[int]) -> None:
         """Interrupt the cells of these ranks; if the coordinator is lost, as soon as there is another. Any thread."""

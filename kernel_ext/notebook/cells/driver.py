@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Protocol
@@ -189,10 +189,9 @@ class CellHandle:
     def take_undelivered_notices(self) -> list[str]:
         """Return lines that have come too late to be shown under the cell. Call it in :meth:`CellLink.finished`: no more can come then."""
         lines, self._untold = self._untold, []
-        with suppress(Empty):
-            while True:
-                if isinstance(event := self._events.get_nowait(), PoolNews):
-                    lines.append(event.text)
+        while not self._events.empty():  # no other thread takes events out
+            if isinstance(event := self._events.get_nowait(), PoolNews):
+                lines.append(event.text)
         return lines
 
     # -- the driver ---------------------------------------------------------------------------------------------------

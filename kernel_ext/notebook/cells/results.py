@@ -342,6 +342,8 @@ class CellResults(Sequence[Any]):
     @property
     def root_cause(self) -> RootCause | None:
         """Return the failure that came first and that no other rank caused; None if all is well."""
+        if self.ok:
+            return None
         # An abort, or an interrupt by the pool, follows from the failure of another rank, whatever its time.
         own = {r: e for r, e in self.errors.items() if not e.aborted and not self._made_by_us(r, e)}
         times = self.failure_times()
@@ -437,7 +439,7 @@ class CellResults(Sequence[Any]):
     @property
     def has_values(self) -> bool:
         """Return whether the last expression gave something other than None on some rank."""
-        return any(done.has_value for done in self._done.values())
+        return any([done.has_value for done in self._done.values()])  # noqa: C419  # as there may be many ranks
 
     @property
     def has_live_values(self) -> bool:

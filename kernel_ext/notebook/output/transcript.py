@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -98,7 +99,7 @@ class Transcript:
         cell: str,
         label: str,
         ranks: Sequence[int],
-        directory: Path,
+        directory: str | Path,
         store: TranscriptStore | None = None,
     ) -> None:
         self.cell, self.label, self.ranks = cell, label, tuple(ranks)
@@ -299,16 +300,25 @@ Entry = tuple[int, Chunk | str]
 class Spool:
     """Files in a directory of their own, which is made with the first write.
 
-    Attributes:
+    Args:
         directory: That directory.
+
+    Attributes:
         size: Bytes in the files.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: str | Path) -> None:
+        self._place = directory
         self.size = 0
         #: Whether the directory can be there; most cells need none.
         self._is_made = False
+
+    @cached_property
+    def directory(self) -> Path:
+        """Return the directory, which need not be there."""
+        return Path(
+            self._place
+        )  # not with the spool: it would be a twentieth of the work for a cell that prints nothing
 
     def text_file(self, rank: int) -> Path:
         """Return the file with a rank's output; there is none if it wrote nothing."""
@@ -632,8 +642,7 @@ class CellRecorder(OutputSink):
                 sink.status(text, final=final)
 
     def tick(self, now: float) -> float | None:
-        times = [sink.tick(now) for sink in self._all()]
-        return min((at for at in times if at is not None), default=None)
+        return min([at for sink in self._all() if (at := sink.tick(now)) is not None], default=None)
 
     def flush(self) -> None:
         for sink in self._all():
@@ -667,17 +676,14 @@ class CellRecorder(OutputSink):
         except Exception as error:  # noqa: BLE001  # the driver must get to the end of the run, which raises this
             self._failure = self._failure or error
 
-    def _all(self) -> Iterator[GuardedSink]:
-        yield from self._own
-        for sink, _ in self._attached:
-            yield sink
+    def _all(self) -> tuple[GuardedSink, ...]:
+        attached = self._attached
+        return (*self._own, *[sink for sink, _ in attached]) if attached else self._own
 
-    def _showing(self, rank: int) -> Iterator[GuardedSink]:
-        """Yield the sinks that show this rank."""
-        yield from self._own
-        for sink, ranks in self._attached:
-            if rank in ranks:
-                yield sink
+    def _showing(self, rank: int) -> tuple[GuardedSink, ...]:
+        """Return the sinks that show this rank."""
+        attached = self._attached
+        return (*self._own, *[sink for sink, ranks in attached if rank in ranks]) if attached else self._own
 
 
 class TranscriptStore:
@@ -698,7 +704,7 @@ class TranscriptStore:
     def record(self, cell: str, label: str, ranks: Sequence[int], sinks: Sinks) -> CellRecorder:
         """Return the sink for a run that is about to begin; it shows the run on ``sinks``."""
         name = f"cell-{label.strip('[]')}-{cell}" if label.strip("[]").isalnum() else f"cell-{cell}"
-        transcript = Transcript(cell, label, ranks, self._directory / name, self)
+        transcript = Transcript(cell, label, ranks, f"{self._directory}/{name}", self)
         recorder = CellRecorder(transcript, sinks)
         with self._lock:
             self._recorders[cell] = self._measured[cell] = recorder

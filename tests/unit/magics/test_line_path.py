@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -51,6 +51,9 @@ class Mailbox:
 class Living:
     def loss_reason(self, rank: int) -> str:
         return ""
+
+    def losses(self, ranks: Iterable[int]) -> dict[int, str]:
+        return {}
 
     def local_pid(self, rank: int) -> int | None:
         return None

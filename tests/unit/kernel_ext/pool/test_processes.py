@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,9 @@ class DistantRanks:
 
     def loss_reason(self, rank: int) -> str:
         return ""
+
+    def losses(self, ranks: Iterable[int]) -> dict[int, str]:
+        return {}
 
     def local_pid(self, rank: int) -> None:
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,6 +70,9 @@ class LivingRanks:
 
     def loss_reason(self, rank: int) -> str:
         return ""
+
+    def losses(self, ranks: Iterable[int]) -> dict[int, str]:
+        return {}
 
     def local_pid(self, rank: int) -> int | None:
         return None

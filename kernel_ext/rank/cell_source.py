@@ -183,6 +183,26 @@ class ParsedCell:
         self.codes: dict[tuple[int, str, int], CodeType] = {}
 
 
+class CompilerFlags:
+    """Context in which a compiler has further flags, as ``CachingCompiler.extra_flags`` makes it.
+
+    Args:
+        compiler: The compiler.
+        flags: Those to set. It keeps all that it has got meanwhile, such as that of a ``__future__`` statement.
+    """
+
+    __slots__ = ("_added", "_compiler")
+
+    def __init__(self, compiler: CellCompiler, flags: int) -> None:
+        self._compiler, self._added = compiler, ~compiler.flags & flags
+
+    def __enter__(self) -> None:
+        self._compiler.flags |= self._added
+
+    def __exit__(self, *_: object) -> None:
+        self._compiler.flags &= ~self._added
+
+
 class CellCompiler(CachingCompiler):
     """IPython's compiler, which calls cells of the pool by their label: ``Cell In[7], line 4``.
 
@@ -270,6 +290,10 @@ class CellCompiler(CachingCompiler):
         if self._source is not None and raw_code == self._source:
             transformed_code = "\n" * self._lines + transformed_code
         return super().cache(transformed_code, number, raw_code)
+
+    def extra_flags(self, flags: int) -> CompilerFlags:  # type: ignore[override]  # a context as IPython's, made with fewer calls
+        """Return the context in which the compiler has these flags as well."""
+        return CompilerFlags(self, flags)
 
     def ast_parse(self, source: str, filename: str = "<unknown>", symbol: str = "exec") -> ast.AST:
         """Parse, with the line numbers of the notebook."""

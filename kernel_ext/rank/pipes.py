@@ -68,6 +68,8 @@ class FdCapture:
         self._names = {pipes.out[0]: "stdout", pipes.err[0]: "stderr"}
         #: How many bytes were read from each pipe.
         self._read = dict.fromkeys(self.readers, 0)
+        #: Where the system writes the answer of :meth:`written`, which two calls for each cell need.
+        self._sizes = array("i", [0])
         self._decoders = {fd: codecs.getincrementaldecoder("utf-8")(errors="replace") for fd in self.readers}
         for target, (_, writer) in ((1, pipes.out), (2, pipes.err)):
             os.dup2(writer, target, inheritable=True)
@@ -105,7 +107,11 @@ class FdCapture:
     def written(self) -> tuple[int, int]:
         """Return the number of bytes written to each pipe by now. The caller holds :attr:`lock`."""
         out, err = self.readers
-        return self._read[out] + _available(out), self._read[err] + _available(err)
+        sizes = self._sizes
+        fcntl.ioctl(out, termios.FIONREAD, sizes)
+        size_of_out = sizes[0]
+        fcntl.ioctl(err, termios.FIONREAD, sizes)
+        return self._read[out] + size_of_out, self._read[err] + sizes[0]
 
     def has_read(self, written: tuple[int, int]) -> bool:
         """Return whether so many bytes, as :meth:`written` said, have been read from each pipe. The caller holds :attr:`lock`."""

@@ -83,7 +83,10 @@ def memory(process: str = "self") -> tuple[int, int]:
 
 def current_device() -> str:
     """Return the device that new arrays of the calling thread go to, ``cpu`` if no framework has begun to use another."""
-    return next((device for hooks in loaded() if (device := hooks.current_device())), "cpu")
+    for hooks in loaded():
+        if device := hooks.current_device():
+            return device
+    return "cpu"
 
 
 def links_now(engine: Engine) -> Links:

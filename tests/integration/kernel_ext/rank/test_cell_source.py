@@ -350,6 +350,20 @@ def test_awaits_of_a_cell_that_comes_again_are_compiled_with_and_without_autoawa
     assert cells.run(source)[1] is first
 
 
+def test_flags_are_set_for_a_while_and_others_stay(shell: Any) -> None:
+    compiler = CellCompiler(shell)
+    before = compiler.flags
+    with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT):
+        assert compiler.flags == before | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        with compiler.extra_flags(ast.PyCF_ALLOW_TOP_LEVEL_AWAIT):
+            pass
+        compiler("from __future__ import annotations", "<future>", "exec")
+    assert compiler.flags == before | annotations.compiler_flag
+    with pytest.raises(KeyError), compiler.extra_flags(ast.PyCF_TYPE_COMMENTS):
+        raise KeyError
+    assert compiler.flags == before | annotations.compiler_flag
+
+
 def test_a_future_statement_holds_for_later_cells_that_came_before_it(shell: Any) -> None:
     cells = Cells(shell)
     for expected in (int, "int"):

@@ -379,7 +379,7 @@ class LockedState:
             # Before the entries end: recovery completes those of them that have ended without a result.
             self._finishing = entries
             # Before the entries end, which takes these reports back.
-            overdue = any(entry.waited for entry in entries)
+            overdue = any([entry.waited for entry in entries])  # noqa: C419  # mostly one entry, for which this is quicker
             finish = self.state.finish
             for entry, result in zip(entries, results, strict=True):
                 if finish(entry):

@@ -87,8 +87,8 @@ def _allreduce(
     first = entries[0].request
     # All entries of a batch have the first one's operator, scales and element type: the coordinator fuses only such.
     reduction, dtype = first.reduction, first.dtype
-    ins: list[Buffer] = []
-    outs: list[Buffer] = []
+    ins: list[Tensor] = []
+    outs: list[Tensor] = []
     results = []
     for entry in entries:
         request = entry.request
@@ -98,21 +98,25 @@ def _allreduce(
             source = out = plane.zeros(entry.shape, dtype)
         if out is None:
             out = _output(plane, request, source.shape)
-        ins.append(buffer_of(source, dtype))
-        outs.append(buffer_of(out, dtype))
+        ins.append(source)
+        outs.append(out)
         results.append(Result(out))
     wide = needs_width(dtype, reduction)
-    if wide or reduction.op is ReduceOp.ADASUM:
-        assert isinstance(plane, HostPlane), (
-            "what is reduced on the host is refused elsewhere when it is submitted"
-        )
-        sources, targets = [host_view(buffer) for buffer in ins], [host_view(buffer) for buffer in outs]
-        if wide:
-            allreduce_wide(plane, sources, targets, dtype, reduction, phases)
-        else:
-            allreduce_adasum(plane, sources, targets, dtype, reduction, phases)
-        return results, None
-    return results, plane.start_allreduce(ins, outs, dtype, reduction.summed(plane.context.size), phases)
+    on_host = wide or reduction.op is ReduceOp.ADASUM
+    if not isinstance(plane, HostPlane):
+        assert not on_host, "such an allreduce of a device is refused when it is submitted"
+        buffers = [buffer_of(tensor, dtype) for tensor in ins], [buffer_of(tensor, dtype) for tensor in outs]
+        return results, plane.start_allreduce(*buffers, dtype, reduction.summed(plane.context.size), phases)
+    # Views, as the arrays are C-contiguous: the plane writes into the user's own outputs.
+    sources = [host_view(tensor).reshape(-1) for tensor in ins]
+    targets = [host_view(tensor).reshape(-1) for tensor in outs]
+    if wide:
+        allreduce_wide(plane, sources, targets, dtype, reduction, phases)
+    elif reduction.op is ReduceOp.ADASUM:
+        allreduce_adasum(plane, sources, targets, dtype, reduction, phases)
+    else:
+        plane.allreduce(sources, targets, dtype, reduction.summed(plane.context.size), phases)
+    return results, None
 
 
 def _allgather(plane: Plane, request: Request, table: Tables, phases: PhaseTimes) -> Begun:

@@ -28,10 +28,11 @@ reduced one half. With more members, or an expensive fold, each member reduces o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
+from functools import lru_cache
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +43,12 @@ from hvdlab.collectives.types import Reduction
 
 FEW_PARTS = 4
 """Parts of tensors in one slice that a member reduces one by one; more of them it first puts together."""
+PLANS_KEPT = 32
+"""Lists of steps that a process keeps. Training has one for each bucket of gradients."""
+MOST_STEPS_KEPT = 128
+"""Steps of a list that is kept. With eight members it takes less than half a megabyte, and to make a longer one takes little beside what it is for."""
+MOST_BUFFERS_KEPT = 512
+"""Buffers of an operation whose list is kept."""
 
 
 class PipelineStage(IntEnum):
@@ -52,24 +59,34 @@ class PipelineStage(IntEnum):
     TAKE = 2
 
 
-def two_stages(steps: int, ahead: int) -> Iterator[tuple[PipelineStage, int]]:
-    """Yield (stage, step within the operation) in order, without folding."""
+StageOrder = tuple[tuple[PipelineStage, int], ...]
+"""Stages with their steps within an operation, in order."""
+
+
+@lru_cache(PLANS_KEPT)
+def two_stages(steps: int, ahead: int) -> StageOrder:
+    """Return the order of the stages of an operation of so many steps, without folding."""
+    order = []
     for i in range(steps + ahead):
         if i < steps:
-            yield PipelineStage.FILL, i
+            order.append((PipelineStage.FILL, i))
         if i >= ahead:
-            yield PipelineStage.TAKE, i - ahead
+            order.append((PipelineStage.TAKE, i - ahead))
+    return tuple(order)
 
 
-def three_stages(steps: int, ahead: int) -> Iterator[tuple[PipelineStage, int]]:
-    """Yield (stage, step within the operation) in order, with folding."""
+@lru_cache(PLANS_KEPT)
+def three_stages(steps: int, ahead: int) -> StageOrder:
+    """Return the order of the stages of an operation of so many steps, with folding."""
+    order = []
     for i in range(steps + 2 * ahead):
         if i < steps:
-            yield PipelineStage.FILL, i
+            order.append((PipelineStage.FILL, i))
         if ahead <= i < steps + ahead:
-            yield PipelineStage.FOLD, i - ahead
+            order.append((PipelineStage.FOLD, i - ahead))
         if i >= 2 * ahead:
-            yield PipelineStage.TAKE, i - 2 * ahead
+            order.append((PipelineStage.TAKE, i - 2 * ahead))
+    return tuple(order)
 
 
 def ahead_of_two(slots: int) -> int:
@@ -109,6 +126,36 @@ class FoldingOperation(SteppedOperation, Protocol):
         """Reduce this member's slice over all slots into its own; ``take`` then finds the result."""
 
 
+PlacedPart = tuple[int, slice, slice]
+"""Buffer, some of its elements, and their place in a slot."""
+
+
+def whole_steps(lengths: tuple[int, ...], chunk: int) -> tuple[tuple[PlacedPart, ...], ...]:
+    """Return the parts of each step of a :class:`TwoMemberReduction`.
+
+    Args:
+        lengths: Elements of each buffer.
+        chunk: Elements of a chunk.
+    """
+    return (_kept_whole_steps if _is_kept(lengths, chunk) else _new_whole_steps)(lengths, chunk)
+
+
+def _is_kept(lengths: tuple[int, ...], chunk: int) -> bool:
+    return len(lengths) <= MOST_BUFFERS_KEPT and sum(lengths) <= MOST_STEPS_KEPT * chunk
+
+
+def _new_whole_steps(lengths: tuple[int, ...], chunk: int) -> tuple[tuple[PlacedPart, ...], ...]:
+    return tuple(
+        tuple(
+            [(buffer, slice(start, start + size), slice(at, at + size)) for buffer, start, at, size in pieces]
+        )
+        for pieces in cut(lengths, chunk)
+    )
+
+
+_kept_whole_steps = lru_cache(PLANS_KEPT)(_new_whole_steps)
+
+
 class TwoMemberReduction:
     """Allreduce of two members without prescale, for a fold that is about as fast as a copy."""
 
@@ -123,26 +170,101 @@ class TwoMemberReduction:
     ) -> None:
         self._ins, self._outs, self._index = ins, outs, index
         self._fold, self._postscale = fold, postscale
-        self._chunks = list(cut([len(b) for b in ins], chunk))
-
-    @property
-    def steps(self) -> int:
-        return len(self._chunks)
+        self._steps = whole_steps(tuple(map(len, ins)), chunk)
+        self.steps = len(self._steps)
 
     def fill(self, step: int, slots: StepViews) -> None:
         # Through the slot: to read the other member's memory where it lies (process_vm_readv) took twice as long.
         own, ins = slots[self._index], self._ins
-        for buffer, start, at, length in self._chunks[step]:
-            own[at : at + length] = ins[buffer][start : start + length]
+        for buffer, part, place in self._steps[step]:
+            own[place] = ins[buffer][part]
 
     def take(self, step: int, slots: StepViews) -> None:
         index, fold, postscale = self._index, self._fold, self._postscale
         other = slots[1 - index]
-        for buffer, start, at, length in self._chunks[step]:
-            mine, theirs = self._ins[buffer][start : start + length], other[at : at + length]
+        for buffer, part, place in self._steps[step]:
+            mine, theirs = self._ins[buffer][part], other[place]
             # Both members add in the order of their positions: the payload of a NaN depends on it.
             sources = (theirs, mine) if index else (mine, theirs)
-            fold(sources, self._outs[buffer][start : start + length], 1.0, postscale)
+            fold(sources, self._outs[buffer][part], 1.0, postscale)
+
+
+class SlicedStep(NamedTuple):
+    """Copies of one step of a :class:`SlicedReduction`, by buffers and elements.
+
+    Attributes:
+        fills: Buffer, its elements, and their place in this member's slot.
+        folds: Buffer, its elements, and their place in the slots: this member's slice, in parts.
+        takes: Buffer, its elements, the member that reduces them, and their place in its slot.
+    """
+
+    fills: tuple[PlacedPart, ...]
+    folds: tuple[PlacedPart, ...]
+    takes: tuple[tuple[int, slice, int, slice], ...]
+
+
+def sliced_steps(
+    lengths: tuple[int, ...], chunk: int, index: int, members: int, grain: int
+) -> tuple[SlicedStep, ...]:
+    """Return the steps of a :class:`SlicedReduction`.
+
+    Args:
+        lengths: Elements of each buffer.
+        chunk: Elements of a chunk.
+        index: This member's position.
+        members: How many there are.
+        grain: Elements of a cache line. Slots begin with one, and slices have whole ones: where a member writes its result into its
+            slot, no other member reads from the same line for a slice of its own.
+    """
+    make = _kept_sliced_steps if _is_kept(lengths, chunk) else _new_sliced_steps
+    return make(lengths, chunk, index, members, grain)
+
+
+def _new_sliced_steps(
+    lengths: tuple[int, ...], chunk: int, index: int, members: int, grain: int
+) -> tuple[SlicedStep, ...]:
+    steps = []
+    for pieces in cut(lengths, chunk):
+        bounds = slice_bounds(pieces[-1].at + pieces[-1].length, members, grain)
+        takes = _takes(pieces, bounds)
+        folds = [(buffer, part, place) for buffer, part, member, place in takes if member == index]
+        fills = _outside(pieces, bounds[index], bounds[index + 1])
+        steps.append(SlicedStep(tuple(fills), tuple(folds), tuple(takes)))
+    return tuple(steps)
+
+
+_kept_sliced_steps = lru_cache(PLANS_KEPT)(_new_sliced_steps)
+
+
+def _takes(pieces: Sequence[ChunkSlice], bounds: Sequence[int]) -> list[tuple[int, slice, int, slice]]:
+    """Return the parts of buffers in a chunk, cut where the members' slices meet, each with its member and its place in the chunk."""
+    parts = []
+    member = 0
+    for buffer, start, at, length in pieces:
+        end = at + length
+        while at < end:
+            # More than one step where slices are empty, since a chunk can have fewer cache lines than there are members.
+            while bounds[member + 1] <= at:
+                member += 1
+            stop = min(end, bounds[member + 1])
+            parts.append((buffer, slice(start, start + stop - at), member, slice(at, stop)))
+            start += stop - at
+            at = stop
+    return parts
+
+
+def _outside(pieces: Sequence[ChunkSlice], lo: int, hi: int) -> list[PlacedPart]:
+    """Return the parts of buffers in a chunk before ``lo`` and from ``hi`` on, each with its place in the chunk."""
+    parts = []
+    for buffer, start, at, length in pieces:
+        end, offset = at + length, start - at
+        if at < lo:
+            stop = min(end, lo)
+            parts.append((buffer, slice(start, stop + offset), slice(at, stop)))
+        if end > hi:
+            begin = max(at, hi)
+            parts.append((buffer, slice(begin + offset, end + offset), slice(begin, end)))
+    return parts
 
 
 class SlicedReduction:
@@ -162,78 +284,44 @@ class SlicedReduction:
         fold: Fold,
         reduction: Reduction,
     ) -> None:
-        self._ins, self._outs, self._index, self._members = ins, outs, index, members
+        self._ins, self._outs, self._index = ins, outs, index
         self._fold, self._prescale, self._postscale = fold, reduction.prescale, reduction.postscale
-        self._chunks = list(cut([len(b) for b in ins], chunk))
-        # Slices in whole cache lines, at which slots begin: where a member writes its result into its slot, no other member reads
-        # from the same line for a slice of its own.
-        self._grain = max(1, 64 // ins[0].itemsize)
-        #: Bounds of the slices by the elements of a chunk: nearly all chunks are equally long.
-        self._bounds_of: dict[int, list[int]] = {}
+        grain = max(1, 64 // ins[0].itemsize)
+        self._steps = sliced_steps(tuple(map(len, ins)), chunk, index, members, grain)
+        self.steps = len(self._steps)
         self._scratch = np.empty(0, ins[0].dtype)
 
-    @property
-    def steps(self) -> int:
-        return len(self._chunks)
-
-    def _bounds(self, pieces: list[ChunkSlice]) -> list[int]:
-        length = pieces[-1].at + pieces[-1].length
-        bounds = self._bounds_of.get(length)
-        if bounds is None:
-            bounds = self._bounds_of[length] = slice_bounds(length, self._members, self._grain)
-        return bounds
-
     def fill(self, step: int, slots: StepViews) -> None:
-        own, pieces = slots[self._index], self._chunks[step]
-        bounds = self._bounds(pieces)
-        lo, hi = bounds[self._index], bounds[self._index + 1]
-        for buffer, start, at, length in pieces:
-            source, end = self._ins[buffer], at + length
-            if at < lo:
-                stop = min(end, lo)
-                own[at:stop] = source[start : start + stop - at]
-            if end > hi:
-                begin = max(at, hi)
-                own[begin:end] = source[start + begin - at : start + length]
+        own, ins = slots[self._index], self._ins
+        for buffer, source, place in self._steps[step].fills:
+            own[place] = ins[buffer][source]
 
     def fold(self, step: int, slots: StepViews) -> None:
-        bounds = self._bounds(self._chunks[step])
-        lo, hi = bounds[self._index], bounds[self._index + 1]
-        own = slots[self._index]
+        own, parts = slots[self._index], self._steps[step].folds
+        if len(parts) > FEW_PARTS:
+            self._fold_together(parts, slots)
+            return
         # Straight into the place that fill() has left out: no member reads it before this one posts ``reduced``.
-        for at, mine in self._inputs(self._chunks[step], lo, hi):
-            end = at + len(mine)
-            sources = [slot[at:end] for slot in slots]
-            sources[self._index] = mine
-            self._fold(sources, own[at:end], self._prescale, self._postscale)
+        for buffer, source, place in parts:
+            sources = [slot[place] for slot in slots]
+            sources[self._index] = self._ins[buffer][source]
+            self._fold(sources, own[place], self._prescale, self._postscale)
 
-    def _inputs(self, pieces: list[ChunkSlice], lo: int, hi: int) -> list[tuple[int, HostArray]]:
-        """Return this member's input between two elements of a chunk, in parts, each with its first element within the chunk."""
-        parts = []
-        for buffer, start, at, length in pieces:
-            begin, end = max(at, lo), min(at + length, hi)
-            if begin < end:
-                parts.append((begin, self._ins[buffer][start + begin - at : start + end - at]))
-        if len(parts) <= FEW_PARTS:
-            return parts
-        if len(self._scratch) < hi - lo:
-            self._scratch = np.empty(hi - lo, self._ins[0].dtype)
-        return [(lo, np.concatenate([part for _, part in parts], out=self._scratch[: hi - lo]))]
+    def _fold_together(self, parts: Sequence[PlacedPart], slots: StepViews) -> None:
+        """Put the parts of this member's slice together, and reduce the slice at once."""
+        place = slice(parts[0][2].start, parts[-1][2].stop)
+        size = place.stop - place.start
+        if len(self._scratch) < size:
+            self._scratch = np.empty(size, self._ins[0].dtype)
+        sources = [slot[place] for slot in slots]
+        inputs = [self._ins[buffer][source] for buffer, source, _ in parts]
+        sources[self._index] = np.concatenate(inputs, out=self._scratch[:size])
+        self._fold(sources, slots[self._index][place], self._prescale, self._postscale)
 
     def take(self, step: int, slots: StepViews) -> None:
-        pieces = self._chunks[step]
-        bounds = self._bounds(pieces)
-        member = 0
-        for buffer, start, at, length in pieces:
-            out, end = self._outs[buffer], at + length
-            while at < end:
-                # More than one step where slices are empty, since a chunk can have fewer cache lines than there are members.
-                while bounds[member + 1] <= at:
-                    member += 1
-                stop = min(end, bounds[member + 1])
-                out[start : start + stop - at] = slots[member][at:stop]
-                start += stop - at
-                at = stop
+        outs = self._outs
+        for buffer, target, member, place in self._steps[step].takes:
+            outs[buffer][target] = slots[member][place]
 
 
 def starts(counts: Sequence[int]) -> list[int]:

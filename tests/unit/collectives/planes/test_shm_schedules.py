@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 
 from hvdlab.collectives.planes.shm.schedules import (
     FEW_PARTS,
+    MOST_BUFFERS_KEPT,
+    MOST_STEPS_KEPT,
     PipelineStage,
     SlicedReduction,
     ahead_of_three,
     ahead_of_two,
+    sliced_steps,
     three_stages,
     two_stages,
+    whole_steps,
 )
 from hvdlab.collectives.reduce import make_fold
 from hvdlab.collectives.types import SUM, DType, ReduceOp
@@ -169,3 +173,23 @@ def test_slices_of_many_tensors_are_reduced_as_numpy_does(
     for mine in outs:
         for found, expected in zip(mine, right, strict=True):
             assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"),
+    [
+        ((10, 700), True),
+        ((64 * MOST_STEPS_KEPT,), True),
+        ((64 * MOST_STEPS_KEPT, 1), False),
+        ((1,) * (MOST_BUFFERS_KEPT + 1), False),
+    ],
+)
+def test_lists_of_steps_are_kept_for_the_next_time_unless_they_are_long(
+    lengths: tuple[int, ...], kept: bool
+) -> None:
+    for first, second in (
+        (sliced_steps(lengths, 64, 1, 3, 16), sliced_steps(lengths, 64, 1, 3, 16)),
+        (whole_steps(lengths, 64), whole_steps(lengths, 64)),
+    ):
+        assert first == second
+        assert (first is second) == kept

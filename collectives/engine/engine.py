@@ -345,7 +345,9 @@ class Engine:
         """Submit, announce at once and wait: the quick way for one blocking collective. Raises as ``wait`` does."""
         # Before anything is submitted: a refusal must leave nothing in flight.
         self.hooks.refuse_to_wait()
-        handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
+        return self._run(Handle(self, request, request.site or call_site(2), _monotonic_ns()), timeout)
+
+    def _run(self, handle: Handle, timeout: float | None) -> Result:
         try:
             if timeout is not None or not self.settings.direct or not self._bypass.run(handle):
                 self._submit(handle)
@@ -357,7 +359,7 @@ class Engine:
     def allreduce(
         self, source: HostArray, out: HostArray, name: str | None, op: ReduceOp, process_set: int = 0
     ) -> bool:
-        """Reduce an array by the shortest way, if this rank has posted such an allreduce before: without a request or a handle.
+        """Reduce an array by the shortest way, if this rank has posted such an allreduce before: without the checks of a request.
 
         Args:
             source: C-contiguous array in storage type, not of bfloat16.
@@ -380,12 +382,17 @@ class Engine:
         member = None if group is None else group.board_member
         if member is None or not self.settings.direct:
             return False
+        key = name, source.dtype, source.shape, op
         try:
-            reduction = member.reductions.get((name, source.dtype, source.shape, op))
+            reduction = member.reductions.get(key)
         except TypeError:
             return False  # a name that can't be a key is none; run() refuses it
         if reduction is None:
-            return False
+            known = member.plane_reductions.get(key)
+            if known is None:
+                return False
+            self._run(Handle(self, known.with_tensors(source, out), call_site(2), _monotonic_ns()), None)
+            return True
         entry = BoardEntry(reduction.request, reduction.name, call_site(2), _monotonic_ns())
         try:
             number = self._locked.post_reduction(entry, member, reduction, source)

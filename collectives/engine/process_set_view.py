@@ -30,7 +30,7 @@ from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.codec import pack
 from hvdlab.collectives.protocol.messages import Member
 from hvdlab.collectives.reduce import MANY, FoldScratch, is_direct, needs_width
-from hvdlab.collectives.types import DType, OpKind, ReduceOp
+from hvdlab.collectives.types import DType, OpKind, ReduceOp, Reduction
 
 LAYOUTS = 1024
 """Layouts of requests that a rank keeps per board; names that change with each step would make them grow for ever."""
@@ -431,6 +431,29 @@ class BoardReduction:
         return replace(self.request, input=source, output=out)
 
 
+class PlaneReduction(NamedTuple):
+    """Allreduce of one name, operator, type and shape whose tensors are too large for a board, and whose checks were made before.
+
+    Attributes:
+        name: Tensor name as users give it.
+        dtype: Element type.
+        reduction: How it reduces.
+        process_set: Id of the process set.
+    """
+
+    name: str | None
+    dtype: DType
+    reduction: Reduction
+    process_set: int
+
+    def with_tensors(self, source: HostArray, out: HostArray) -> Request:
+        """Return a request of this kind for these tensors."""
+        # By position: by name it took as long again.
+        return Request(
+            OpKind.ALLREDUCE, self.name, source, out, self.dtype, self.reduction, -1, None, self.process_set
+        )
+
+
 class PostedRequest(NamedTuple):
     """Request that this rank has posted.
 
@@ -455,6 +478,7 @@ class BoardMember:
         index: This rank's position.
         folds: Scratch memory of the thread whose request is posted.
         reductions: Allreduces that this rank has posted, by name, numpy type, shape and operator.
+        plane_reductions: Those that need the plane, by the same keys.
     """
 
     def __init__(
@@ -467,6 +491,7 @@ class BoardMember:
         self._pids = [member.pid for member in members]
         self.folds = FoldScratch()
         self.reductions: dict[ReductionKey, BoardReduction] = {}
+        self.plane_reductions: dict[ReductionKey, PlaneReduction] = {}
         #: Layouts of requests, by signature.
         self._layouts: dict[Key, RequestLayout] = {}
         #: The request that this rank has posted and not left yet: one, of one thread, at a time.
@@ -552,7 +577,7 @@ class BoardMember:
     def _keep_reduction(self, request: Request, name: str, layout: RequestLayout) -> None:
         """Keep an allreduce whose next requests need no checks, as its type and operator need no more than a fold."""
         op = request.reduction.op
-        if request.kind is not OpKind.ALLREDUCE or not layout.own or op is ReduceOp.ADASUM:
+        if request.kind is not OpKind.ALLREDUCE or request.device != HOST or op is ReduceOp.ADASUM:
             return
         # bfloat16 has no numpy type of its own: its bits would stand under the key of integers.
         if request.dtype is DType.BF16 or request.reduction.is_scaled:
@@ -561,11 +586,17 @@ class BoardMember:
             return
         assert request.input is not None
         key = request.name, storage_type(request.dtype), request.input.shape, op
-        self.reductions[key] = BoardReduction(request, name, layout, self)
+        if layout.own:
+            self.reductions[key] = BoardReduction(request, name, layout, self)
+        else:
+            self.plane_reductions[key] = PlaneReduction(
+                request.name, request.dtype, request.reduction, self.process_set
+            )
 
     def _forget_layouts(self) -> None:
         self._layouts.clear()
         self.reductions.clear()
+        self.plane_reductions.clear()
 
     def unpost(self, *, agreed: bool) -> None:
         """Remove the posted request: this rank has read the other members' data from the board, or needs none."""

@@ -354,6 +354,8 @@ class PromptDesk:
         self._broken = False
         self._repeating: tuple[threading.Thread, threading.Event] | None = None
         self._refusal = "" if prompter is not None else IN_BACKGROUND
+        #: Whether any rank has asked so far: mostly none does, and then nothing need be done for prompts at each event of the cell.
+        self.in_use = False
         self.shows_beside = prompter is not None and prompter.shows_beside
 
     @property
@@ -375,6 +377,7 @@ class PromptDesk:
 
     def prompt_asked(self, rank: int, request: PromptRequest, now: float) -> None:
         """Take a rank's question."""
+        self.in_use = True
         self._send(self._queue.prompt_asked(rank, request, now))
         # While the main thread asks the user, another one drives the cell; otherwise the driver has to
         # be the main thread.

@@ -168,7 +168,7 @@ class ReceiveWindow:
     @property
     def is_empty(self) -> bool:
         """Return whether all parts have ended, and none had output."""
-        return all(part.ended and not part.received for part in self._parts.values())
+        return all([part.ended and not part.received for part in self._parts.values()])  # noqa: C419  # as there may be many
 
     def output(self, rank: int, message: Output) -> MessageFate:
         """Decide on output of a rank."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Protocol
 
-from hvdlab.collectives.system import set_signal_handler
+from hvdlab.collectives.system import SignalHandler, set_signal_handler
 from hvdlab.collectives.text import visible_lines
 from hvdlab.collectives.time_limits import MOST_WAIT, Deadline
 from hvdlab.kernel_ext.notebook.cells.cell_events import (
@@ -129,6 +128,8 @@ class CellHandle:
     def post(self, event: Event) -> None:
         """Report an event. Any thread, also a signal handler; never blocks."""
         self._events.put(event)
+        if not self._desk.in_use:
+            return
         # Behind the event: the main thread, which this wakes from its question, finds it in the queue.
         match event:
             case RankDied(rank) | DoneArrived(rank):
@@ -155,7 +156,8 @@ class CellHandle:
             Exception: The sink's exception. The run is over nevertheless, and :attr:`results` has its results.
         """
         deadline = Deadline(timeout)
-        with self._sigint():
+        previous = self._catch_sigint()
+        try:
             if self._thread is not None:
                 while not (self._ended.is_set() or deadline.expired):
                     left = deadline.remaining()
@@ -167,6 +169,9 @@ class CellHandle:
                     self._drive(None if timeout is None else time.monotonic() + (deadline.remaining() or 0.0))
                 finally:
                     self._driver.release()
+        finally:
+            if previous is not None:
+                set_signal_handler(signal.SIGINT, previous)
         if self.results is None or not self.done:
             raise TimeoutError(
                 f"the cell still runs after {timeout:g} s" if timeout is not None else "the cell still runs"
@@ -256,12 +261,12 @@ class CellHandle:
                 self._desk.prompt_asked(rank, request, now)
             case PromptCancelled(rank, number):
                 self._desk.prompt_withdrawn(rank, number)
-            case RankDied(rank) | DoneArrived(rank):
+            case RankDied(rank) | DoneArrived(rank) if self._desk.in_use:
                 self._desk.rank_gone(rank)
             case InterruptRequested():
                 self._desk.interrupted()
                 self._sink.shorten()
-        if (asking := self._desk.ranks) != self._at_prompts:
+        if self._desk.in_use and (asking := self._desk.ranks) != self._at_prompts:
             # Before the event, whose handling comes back to this line: otherwise it would not end.
             self._at_prompts = asking
             self._take(AtPrompts(asking), now)
@@ -277,7 +282,7 @@ class CellHandle:
         try:
             reply = self._desk.ask(question, self._meanwhile if self._desk.shows_beside else nullcontext)
         except KeyboardInterrupt:
-            # The desk's handler replaced that of `_sigint` while the user was asked, so no event was posted yet.
+            # The desk's handler replaced that of `_catch_sigint` while the user was asked, so no event was posted yet.
             self.post(self._on_signal)
             reply = ""
         if reply:
@@ -333,22 +338,21 @@ class CellHandle:
         finally:
             self._ended.set()  # also if the sink raised: other threads wait for it
 
-    @contextmanager
-    def _sigint(self) -> Iterator[None]:
-        """Turn SIGINT into an event while the main thread waits: an exception could hit anywhere and lose output."""
+    def _catch_sigint(self) -> SignalHandler | None:
+        """Turn SIGINT into an event while the main thread waits: an exception could hit anywhere and lose output.
+
+        Returns:
+            The handler of before, for :func:`~hvdlab.collectives.system.set_signal_handler`; None on any other thread.
+        """
         # Python lets the main thread alone set handlers, and runs them there.
         if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+            return None
 
         def on_sigint(signum: int, frame: FrameType | None) -> None:
             self.post(self._on_signal)
 
-        previous = set_signal_handler(signal.SIGINT, on_sigint)
-        try:
-            yield
-        finally:
-            set_signal_handler(signal.SIGINT, previous)
+        before = set_signal_handler(signal.SIGINT, on_sigint)
+        return signal.SIG_DFL if before is None else before  # one that Python has not set can't be set again
 
 
 def _passed(until: float | None) -> bool:

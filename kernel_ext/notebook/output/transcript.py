@@ -624,7 +624,7 @@ class CellRecorder(OutputSink):
 
     def done(self, rank: int, done: CellDone | None) -> None:
         with self.transcript.lock:
-            self._record(lambda: self.transcript.end(rank))
+            self.transcript.end(rank)
             for sink in self._showing(rank):
                 sink.done(rank, done)
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.launch import mpi
+from hvdlab.launch.hosts import Host
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -27,7 +30,20 @@ engine = context.init()
 """
 
 
+SECRETS: list[str] = []
+"""Files that were made on the hosts for the pool's secret."""
+
+
+class ListedSecret(mpi.SecretOnHosts):
+    """A secret on hosts whose file is listed: another test's pool may have one in the same directory."""
+
+    def __init__(self, hosts: Sequence[Host], shell: Sequence[str], secret: str) -> None:
+        super().__init__(hosts, shell, secret)
+        SECRETS.append(self.path)
+
+
 def main(hosts: str) -> dict[str, Any]:
+    mpi.SecretOnHosts = ListedSecret  # type: ignore[misc]  # a subclass
     sniffer = Sniffer()
     try:
         pool = Pool.start(2, launcher="mpi", hosts=hosts, timeout=90)
@@ -43,6 +59,7 @@ def main(hosts: str) -> dict[str, Any]:
         **found,
         "variables": b"HVDLAB_COORDINATOR" in seen,
         "token": any(half in seen for half in halves),
+        "secrets": SECRETS,
     }
 
 

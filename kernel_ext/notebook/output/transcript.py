@@ -316,9 +316,8 @@ class Spool:
     @cached_property
     def directory(self) -> Path:
         """Return the directory, which need not be there."""
-        return Path(
-            self._place
-        )  # not with the spool: it would be a twentieth of the work for a cell that prints nothing
+        # Made when it is needed: with the spool it would be a twentieth of the work for a cell that prints nothing.
+        return Path(self._place)
 
     def text_file(self, rank: int) -> Path:
         """Return the file with a rank's output; there is none if it wrote nothing."""

@@ -42,7 +42,7 @@ def test_the_begin_of_a_cell_is_not_sent_with_its_end() -> None:
     state.begin_cell("c")
     state.end_cell("c", "")
     assert state.take_messages() == [m.CellEnd("c", "")]
-    # What was queued between the two can be about the cell that runs.
+    # A message that was queued between the two can be about the cell that runs.
     state.begin_cell("d")
     state.queue_message(mail)
     state.end_cell("d", "")

@@ -57,6 +57,20 @@ def test_a_rank_that_has_stopped_answers_and_can_be_interrupted(
     assert list(pool.run("memory", ranks=[1])) == ["kept"]
 
 
+def test_the_cell_that_imports_debugpy_has_no_thread_of_hvdlab_s_to_stop(start_pool: StartPool) -> None:
+    source = """
+import threading
+def stoppable(): return [t.name for t in threading.enumerate() if t.name.startswith('hvdlab') and not getattr(t, 'pydev_do_not_trace', False)]
+before = len(stoppable())
+import debugpy
+before, stoppable(), threading.main_thread().__dict__.get('pydev_do_not_trace')
+"""
+    (found,) = start_pool(1).run(source)
+    before, after, main = found
+    assert before > 0
+    assert (after, main) == ([], None)
+
+
 class Mail:
     """Owner of a session that keeps the messages of debug servers."""
 

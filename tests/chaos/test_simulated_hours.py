@@ -46,7 +46,7 @@ def test_a_sketch_counts_distinct_states(hours: ModuleType, count: int) -> None:
 
 def test_a_state_is_the_same_in_every_process() -> None:
     """Otherwise pieces would not add up: the hash of a text, and with it the order of a set, differs between processes."""
-    program = "import simulated_hours as s; print(s.play('elastic', 3, 8).registers, s.play('collectives', 0, 9).registers)"
+    program = "import simulated_hours as s; s.COUNTED = 1; print(s.play('elastic', 3, 8).registers, s.play('collectives', 0, 9).registers)"
     found = {
         subprocess.run(
             [sys.executable, "-c", program],
@@ -111,6 +111,8 @@ def test_pieces_follow_each_other_and_are_not_played_twice(
     whole = hours.play("collectives", 0, 12)
     assert report["states"]["collectives"] == whole.registers
     assert sum(piece["steps"] for piece in report["pieces"]) == whole.steps
+    assert [piece["counted"] for piece in report["pieces"]] == [1, 1], "seeds 0 and 10"
+    assert ", in 2 |" in page.read_text()
     assert "collectives: 0 to 11" in page.read_text()
     with pytest.raises(SystemExit):
         run("--seed", "11", "--count", "1")

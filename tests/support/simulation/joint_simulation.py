@@ -452,9 +452,9 @@ class Simulation:
                     choices.append((self._flush, me))
                 if me.from_coordinator:
                     choices.append((self._from_coordinator, me))
-                if self.boards.can_go_on(me):
+                if me.at_board is not None and self.boards.can_go_on(me):
                     choices.append((self.boards.go_on, me))
-                if _waits_untold(me):
+                if me.blocked is not None and _waits_untold(me):
                     choices.append((self._tell_wait, me))
                 if me.jobs and work:
                     if self.planes.can_run(me):

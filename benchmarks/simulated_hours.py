@@ -300,12 +300,14 @@ class PlayedPiece:
         wall_s: Seconds by the clock on the wall.
         jobs: Processes that played side by side.
         revision: The commit of the code.
+        python: The interpreter's version.
     """
 
     kind: str
     seed: int
     jobs: int
     revision: str
+    python: str
     schedules: int = 0
     counted: int = 0
     steps: int = 0
@@ -363,7 +365,6 @@ class HourResults:
         return {
             "benchmark": PLACE,
             "cores": os.cpu_count(),
-            "python": platform.python_version(),
             "pieces": [vars(piece) for piece in self.pieces],
             "states": {kind: sketch.to_text() for kind, sketch in self.sketches.items()},
         }
@@ -397,7 +398,8 @@ def markdown(report: dict[str, Any]) -> str:
         for kind in NAMES
         if any(piece["kind"] == kind for piece in report["pieces"])
     )
-    return "\n".join([f"Seeds of {seeds}. {report['cores']} cores, Python {report['python']}.", "", *table])
+    versions = " and ".join(sorted({piece["python"] for piece in report["pieces"]}))
+    return "\n".join([f"Seeds of {seeds}. {report['cores']} cores, Python {versions}.", "", *table])
 
 
 def _rounded(number: int) -> str:
@@ -496,7 +498,7 @@ def main() -> int:
         parser.error(
             f"seeds {known.seed} to {known.seed + known.schedules - 1} were played before: give --count or another --seed"
         )
-    piece = PlayedPiece(given.kind, seed, given.jobs, revision())
+    piece = PlayedPiece(given.kind, seed, given.jobs, revision(), platform.python_version())
     try:
         if count:
             run(results, piece, count, 60 * given.minutes)

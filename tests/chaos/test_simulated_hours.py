@@ -133,11 +133,10 @@ def test_a_fault_is_reported_with_its_seed(hours: ModuleType, monkeypatch: pytes
     played = hours.play("collectives", 2, 6)
     assert list(played.failed) == ["4"]
     assert "a rank waits for ever" in played.failed["4"]
-    piece = hours.PlayedPiece("collectives", 2, 1, "")
+    piece = hours.PlayedPiece("collectives", 2, 1, "", "3.11")
     piece.add(played)
     report = {
         "cores": 2,
-        "python": "3.11",
         "pieces": [vars(piece)],
         "states": {"collectives": played.registers},
     }

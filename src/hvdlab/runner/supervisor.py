@@ -250,6 +250,8 @@ class Supervisor:
                 self._connected(rank, now)
             case e.RankArrived(rank):
                 self.ranks[rank].init_deadline = None
+                # Now, before the others let it in: the signals of `_end_released` would hit a member of their world then.
+                self._release_again(rank)
             case e.Formed():
                 self._formed, self._join_by = True, None
                 for rank in self.expected:
@@ -304,8 +306,7 @@ class Supervisor:
         self.ranks[rank].joined_at, self.ranks[rank].left_at = self._events, None
         self.ranks[rank].lost, self.ranks[rank].returned = "", False
         self._unjoined.discard((rank, self.ranks[rank].host))
-        if self.ranks[rank].releasing:  # before it had joined, which the coordinator knows no more
-            self._effects.append(e.ReleaseRanks((rank,)))
+        self._release_again(rank)
         self._grow(now)  # there may be ranks to spare now
         if self.policy.join_timeout is None or self._formed or self.phase is not JobPhase.RUNNING:
             return
@@ -313,6 +314,11 @@ class Supervisor:
             self._join_by = None
         elif self._join_by is None:
             self._join_by = now + self.policy.join_timeout
+
+    def _release_again(self, rank: int) -> None:
+        """Release a rank that was released before it had come: since then the coordinator was perhaps told to expect it."""
+        if self.ranks[rank].releasing:
+            self._effects.append(e.ReleaseRanks((rank,)))
 
     def _returned(self, rank: int, seconds: float) -> None:
         self.ranks[rank].returned = True

@@ -161,6 +161,17 @@ def test_one_that_is_let_in_when_its_host_is_gone_leaves_as_all_others_do() -> N
     assert not [effect for effect in job(e.JobTick(), 5.0) if isinstance(effect, e.SendSignal)]
 
 
+def test_one_that_comes_when_its_host_is_gone_is_let_go_again_before_the_others_let_it_in() -> None:
+    job = Job()
+    job.hosts(a=1, b=2)
+    job.come(0, 1)
+    job.hosts(a=1)
+    expected_again = job.end(1, ExitStatus(0))
+    assert e.SetExpectedRanks((0, 2)) in expected_again
+    assert job(e.RankArrived(2)) == [e.ReleaseRanks((2,))]
+    assert job(e.RankArrived(0)) == []
+
+
 def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> None:
     job = Job(least=2, resets=0)
     job.hosts(a=1, b=1, c=1)

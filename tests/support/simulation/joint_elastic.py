@@ -653,8 +653,8 @@ class _Watcher:
         if process.origin not in (0, state.origin):
             # All that some rank had trained with were lost, and others began from the start before it came back. To a successor of the
             # coordinator, which does not know that it was given up, it comes as all do.
-            pids = {pid for _, _, pid in engine.processes()[1]}
-            assert pids & came_back, f"rank {process.rank} began from the start"
+            # Not the processes of the world as it is now: the one that came back may have died since it sent its state.
+            assert engine.broadcast_among & came_back, f"rank {process.rank} began from the start"
             process.passed = process.saved = 0
         elif process.pid in came_back and process.partners <= came_back | self._schedule.ended():
             # All that knew of its last steps were cut off or lost, and others went on from an earlier commit before it came back.

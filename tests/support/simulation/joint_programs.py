@@ -150,6 +150,8 @@ class SimEngine:
         self.manager = NotificationManager()
         #: Generation of the last collective that ended well.
         self.generation = 0
+        #: Processes that took part in the last broadcast of an object.
+        self.broadcast_among: frozenset[int] = frozenset()
 
     def attach(self, me: SimRank, turns: Turns) -> None:
         """This is the rank, and the program that uses the engine."""
@@ -239,12 +241,15 @@ class SimEngine:
         """Return the object of the rank that scripts know by the number ``root``."""
         # A rank whose others have just died fails in its next collective, before it begins again alone.
         if self.size == 1 and self.failure is None:
+            self.broadcast_among = frozenset((self.me.pid,))
             return obj
         tensor = np.zeros(3, np.float32)
         request = Request(
             OpKind.BROADCAST, "state", tensor, tensor, dtype=DType.F32, root=core_rank(root, "state")
         )
-        return self.run(request, given=copy.deepcopy(obj)).output
+        received = self.run(request, given=copy.deepcopy(obj)).output
+        self.broadcast_among = frozenset(self.job.simulation.generations[0, self.generation])
+        return received
 
     def shutdown(self) -> None:
         """Leave the job, once the operations executed here have ended."""

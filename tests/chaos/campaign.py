@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -404,6 +406,18 @@ class Campaign:
         if self._trained < before:
             return [f"the wrapped model went back from step {before} to {self._trained}"]
         return []
+
+    def stacks(self) -> list[str]:
+        """Return lines that show where all threads of each rank are: with native frames if py-spy is installed, which need not be."""
+        program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+        if program is None:
+            return str(self.pool.where()).splitlines()
+        lines = []
+        for rank, pid in sorted(PoolProbe(self.pool).group.pids().items()):
+            dump = [program, "dump", "--native", "--pid", str(pid)]
+            done = subprocess.run(dump, capture_output=True, text=True, timeout=PATIENCE, check=False)
+            lines += [f"rank {rank}:", *(done.stdout or done.stderr).splitlines()]
+        return lines
 
     def _join(self) -> None:
         """Let all ranks be ipyparallel's engines, as they become in quiet moments: that takes descriptors and threads."""

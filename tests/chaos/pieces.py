@@ -65,6 +65,7 @@ class Pieces:
             whole = True
         except Hang as hang:
             outcome.hang = str(hang)
+            outcome.events += self.campaign.stacks()
         except Exception as error:  # noqa: BLE001  (any error is this fault's outcome)
             outcome.wrong.append(f"{type(error).__name__}: {error}")
         self._note_told()

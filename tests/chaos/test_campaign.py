@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
-from chaos.campaign import Campaign
+from chaos import census
+from chaos.campaign import Campaign, Sink
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, ON_DEVICES, RESIZES, WRAPPED, Fault
 from chaos.figures import Outcome, rows, table
+from support.patience import PATIENCE
 
 SLOW = ("stalling", "pausing", "interrupting_deaf", "interrupting_stopped", "flooding")
 BRIEF = [fault for fault in (*FAULTS, *DEATHS_OF_PARTS) if fault.play not in SLOW]
@@ -89,6 +91,21 @@ def test_ranks_that_are_all_replaced_one_by_one_need_not_have_the_wrapped_model(
             campaign.pool.restart([rank])
             campaign.set_up([rank])
         assert campaign.train_on() == []
+
+
+@pytest.mark.timeout(300)
+def test_the_story_of_a_hang_shows_where_each_rank_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)  # as without py-spy
+    raises = [fault for fault in FAULTS if fault.name == "a rank raises"]
+    with Campaign(12, "shm", faults=raises, size=2) as campaign:
+        assert campaign.trial(0).ok
+        campaign.pool.start_run("import time\ntime.sleep(600)", out=Sink(), ranks=[1])
+
+        def is_missing() -> bool:
+            shown = "\n".join(campaign.stacks())
+            return "rank 1" not in shown or "time.sleep(600)" not in shown
+
+        assert census.settled(is_missing, PATIENCE), campaign.stacks()
 
 
 def test_a_trial_is_the_same_again() -> None:

@@ -65,7 +65,8 @@ class Pieces:
             whole = True
         except Hang as hang:
             outcome.hang = str(hang)
-            outcome.events += self.campaign.stacks()
+            for line in self.campaign.stacks():
+                self.event(line)
         except Exception as error:  # noqa: BLE001  (any error is this fault's outcome)
             outcome.wrong.append(f"{type(error).__name__}: {error}")
         self._note_told()

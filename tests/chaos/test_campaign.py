@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chaos import census
-from chaos.campaign import Campaign, Sink
+from chaos.campaign import Campaign, Hang, Mailbox, Sink
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, ON_DEVICES, RESIZES, WRAPPED, Fault
 from chaos.figures import Outcome, rows, table
 from support.patience import PATIENCE
@@ -106,6 +106,15 @@ def test_the_story_of_a_hang_shows_where_each_rank_is(monkeypatch: pytest.Monkey
             return "rank 1" not in shown or "time.sleep(600)" not in shown
 
         assert census.settled(is_missing, PATIENCE), campaign.stacks()
+        campaign.discard()
+
+        def hangs(*_: object) -> None:
+            raise Hang("a rank does not come")
+
+        monkeypatch.setattr(Mailbox, "wait", hangs)
+        outcome = campaign.trial(1)
+        assert outcome.hang == "a rank does not come"
+        assert any("rank" in line for line in outcome.events[1:]), outcome.events
 
 
 def test_a_trial_is_the_same_again() -> None:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import socket
 import subprocess
 import sys
@@ -24,9 +23,11 @@ from typing import TYPE_CHECKING, Any, Self
 from chaos import census, standstill
 from chaos.faults import FAULTS, STALL, Fault
 from chaos.figures import Outcome
+from hvdlab.collectives.errors import HvdlabError, InvalidRequestError
 from hvdlab.kernel_ext.notebook.cells.results import CellResults
 from hvdlab.kernel_ext.notebook.cells.sink import OutputSink
 from hvdlab.kernel_ext.notebook.pool import Pool
+from hvdlab.kernel_ext.notebook.stack_probe import PY_SPY_WITHIN, program
 from hvdlab.kernel_ext.wire.cells import CellDone, Chunk, Stream
 from support.patience import GONE, PATIENCE
 from support.pool_probe import PoolProbe
@@ -408,15 +409,25 @@ class Campaign:
         return []
 
     def stacks(self) -> list[str]:
-        """Return lines that show where all threads of each rank are: with native frames if py-spy is installed, which need not be."""
-        program = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
-        if program is None:
-            return str(self.pool.where()).splitlines()
-        lines = []
-        for rank, pid in sorted(PoolProbe(self.pool).group.pids().items()):
-            dump = [program, "dump", "--native", "--pid", str(pid)]
-            done = subprocess.run(dump, capture_output=True, text=True, timeout=PATIENCE, check=False)
-            lines += [f"rank {rank}:", *(done.stdout or done.stderr).splitlines()]
+        """Return the stacks of the ranks, line by line: with py-spy those of all threads, else the Python stack of each rank's cell.
+
+        An error in their place is a line, too: it must not hide the hang whose reason they are to show.
+        """
+        try:
+            dump = [program(), "dump", "--native", "--pid"]
+        except InvalidRequestError:  # py-spy is not installed
+            dump = []
+        try:
+            if not dump:
+                return str(self.pool.where()).splitlines()
+            lines = []
+            for rank, pid in sorted(PoolProbe(self.pool).group.pids().items()):
+                done = subprocess.run(
+                    [*dump, str(pid)], capture_output=True, text=True, timeout=PY_SPY_WITHIN, check=False
+                )
+                lines += [f"rank {rank}:", *(done.stdout or done.stderr).splitlines()]
+        except (HvdlabError, OSError, subprocess.TimeoutExpired) as error:
+            return [f"no stacks: {type(error).__name__}: {error}"]
         return lines
 
     def _join(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +13,9 @@ from chaos import census
 from chaos.campaign import Campaign, Hang, Mailbox, Sink
 from chaos.faults import DEATHS_OF_PARTS, FAULTS, KERNELS, ON_DEVICES, RESIZES, WRAPPED, Fault
 from chaos.figures import Outcome, rows, table
+from hvdlab.collectives.errors import StartError
 from support.patience import PATIENCE
+from support.pool_probe import PoolProbe
 
 SLOW = ("stalling", "pausing", "interrupting_deaf", "interrupting_stopped", "flooding")
 BRIEF = [fault for fault in (*FAULTS, *DEATHS_OF_PARTS) if fault.play not in SLOW]
@@ -108,13 +113,36 @@ def test_the_story_of_a_hang_shows_where_each_rank_is(monkeypatch: pytest.Monkey
         assert census.settled(is_missing, PATIENCE), campaign.stacks()
         campaign.discard()
 
-        def hangs(*_: object) -> None:
-            raise Hang("a rank does not come")
-
-        monkeypatch.setattr(Mailbox, "wait", hangs)
+        monkeypatch.setattr(Mailbox, "wait", raising(Hang("a rank does not come")))
         outcome = campaign.trial(1)
         assert outcome.hang == "a rank does not come"
         assert any("rank" in line for line in outcome.events[1:]), outcome.events
+
+
+def test_an_error_in_place_of_stacks_is_told_in_the_story(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As py-spy's, which stands in the story, and as one of the pool's, which has perhaps broken down."""
+    with Campaign(12, "shm", size=2) as campaign:
+        refusing = tmp_path / "py-spy"
+        refusing.write_text("#!/bin/sh\necho may not trace $4 >&2\nexit 1\n")
+        refusing.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        pids = PoolProbe(campaign.pool).group.pids()
+        assert campaign.stacks() == [
+            line for rank in (0, 1) for line in (f"rank {rank}:", f"may not trace {pids[rank]}")
+        ]
+        refusing.unlink()
+        monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+        monkeypatch.setattr(type(campaign.pool), "where", raising(StartError("the pool has broken down")))
+        assert campaign.stacks() == ["no stacks: StartError: the pool has broken down"]
+
+
+def raising(error: Exception) -> Callable[..., None]:
+    def call(*_: object) -> None:
+        raise error
+
+    return call
 
 
 def test_a_trial_is_the_same_again() -> None:

@@ -297,10 +297,17 @@ class CauseKind(StrEnum):
     SHUTDOWN = "shutdown"
 
     @property
+    def is_loss(self) -> bool:
+        """Return whether the next generation has fewer members: a program must not go on in it unawares."""
+        return self in _LOSSES
+
+    @property
     def advice(self) -> str:
         """Return the advice on the likely mistake and its remedy; empty if the cause's text has it."""
         return _ADVICE[self]
 
+
+_LOSSES = frozenset((CauseKind.RANK_DIED, CauseKind.RANK_LEFT, CauseKind.MEMBERSHIP))
 
 _ADVICE = {
     CauseKind.RANK_DIED: "Look at how it ended, and run this again: the group goes on with the ranks that live.",
@@ -368,6 +375,9 @@ class Pending:
 
 class AbortedError(CollectiveError):
     """The collective can't complete; raised on every rank that had submitted it.
+
+    If the process set has lost a member, the other ranks raise it as well, once each: with their next collective. A program can catch it and go
+    on with the members that are left.
 
     The process set gets a new generation: the next collective works, with the same ranks if none died.
 

@@ -330,7 +330,8 @@ class Engine:
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: The name is in flight on this rank; every rank's pending one fails.
-            AbortedError: The coordinator is lost, or elastic training has to restart.
+            AbortedError: The coordinator is lost, elastic training has to restart, or the process set has lost a member since the last
+                submission.
             NotInitializedError: The engine is closed.
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())

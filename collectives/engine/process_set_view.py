@@ -23,7 +23,7 @@ from hvdlab.collectives.engine.entries import (
     signature_of,
 )
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import CauseKind, InvalidRequestError, Pending
+from hvdlab.collectives.errors import Cause, CauseKind, InvalidRequestError, Pending
 from hvdlab.collectives.planes.base import HOST, HostArray, HostArrays, Links, host_view, storage_type
 from hvdlab.collectives.planes.shm.agreement_board import DECLINED, AgreementBoard
 from hvdlab.collectives.protocol import messages as m
@@ -67,13 +67,17 @@ class SetState:
         pending: Entries that have not ended, in order of submission.
         names: The named ones among the pending entries that were not given up.
         given_up: Why entries were given up for which other ranks perhaps still wait (kind, text, site), or ``None``.
+        loss: Cause with which the next submission fails: a member was lost while this rank had nothing pending. ``None`` otherwise.
+        lost_members: Members whose loss has ended the last generation, while the next has not begun.
+        is_orphaned: Whether the coordinator was lost since the last generation began.
         board_member: This rank's use of the generation's board, or ``None`` if there is no board.
         past_board_members: Uses of the boards of former generations on which perhaps a thread still waits, by generation.
     """
 
     __slots__ = (
-        "board_member", "chunk_bytes", "configured", "device_planes", "generation", "given_up", "id", "index", "links",
-        "members", "names", "options", "past_board_members", "pending", "plane", "ranks", "shown_planes", "withdrawn",
+        "board_member", "chunk_bytes", "configured", "device_planes", "generation", "given_up", "id", "index",
+        "is_orphaned", "links", "loss", "lost_members", "members", "names", "options", "past_board_members", "pending", "plane",
+        "ranks", "shown_planes", "withdrawn",
     )  # fmt: skip
 
     def __init__(self, id: int) -> None:
@@ -93,6 +97,9 @@ class SetState:
         self.configured = False
         self.withdrawn = -1
         self.given_up: tuple[CauseKind, str, str] | None = None
+        self.loss: Cause | None = None
+        self.lost_members: set[int] = set()
+        self.is_orphaned = False
         self.pending: dict[Entry, None] = {}
         self.names: dict[str, Entry] = {}
         self.board_member: BoardMember | None = None
@@ -111,6 +118,23 @@ class SetState:
         if member is not None and member.board.generation <= generation:
             past[member.board.generation], self.board_member = member, None
         return {past.pop(old).abort() for old in list(past) if old <= generation}
+
+    def unreported_losses(self, members: Sequence[Member]) -> tuple[int, ...]:
+        """Return the ranks of the present members that the next generation lacks, if its programs have to be told by now.
+
+        Args:
+            members: Members of the next generation.
+        """
+        # A change in order is none: those that leave are idle then, and nothing is under way.
+        if self.configured or (self.lost_members and not self.is_orphaned):
+            return ()
+        following = {(member.rank, member.host, member.pid) for member in members}
+        return tuple(
+            member.rank
+            for member in self.members
+            if (member.rank, member.host, member.pid) not in following
+            and member.rank not in self.lost_members
+        )
 
     def take_part(self, signature: m.Signature) -> Entry:
         """Return a new entry with zeros for a collective that other members have submitted, as this rank has joined."""

@@ -55,6 +55,7 @@ from hvdlab.collectives.errors import (
 from hvdlab.collectives.failover.rank_facts import FailoverFacts
 from hvdlab.collectives.planes.base import HostArray
 from hvdlab.collectives.protocol import messages as m
+from hvdlab.collectives.text import format_ranks
 from hvdlab.collectives.types import OpKind
 
 OVERDUE_NS = 1_000_000_000
@@ -104,7 +105,8 @@ class RankState:
         Raises:
             InvalidRequestError: It is wrong on this rank alone; nothing was sent.
             DuplicateNameError: Its name is in flight; this rank reports that to the coordinator, if the first one was announced.
-            AbortedError: The coordinator is lost, elastic training has to restart, or the others have continued without this rank.
+            AbortedError: The coordinator is lost, elastic training has to restart, the others have continued without this rank, or the
+                process set has lost a member since this rank's last submission.
         """
         request = entry.request
         if self.lost is not None:
@@ -123,6 +125,13 @@ class RankState:
         # It would be held for a generation in which this rank is no member, and wait for ever.
         if self.removed is not None and not group.configured:
             raise self.aborted(entry, self.removed)
+        if group.loss is not None:
+            cause, group.loss = (
+                group.loss,
+                None,
+            )  # once: a program that handles the error goes on with the members that live
+            entry.generation = group.generation
+            raise self.aborted(entry, cause)
         # All refusals are above, or raise in _enter() before its last statement: a refused request leaves no entry behind.
         self._enter(group, entry)
         self._announce_or_hold(group, entry)
@@ -220,6 +229,7 @@ class RankState:
         if (
             self.lost is not None
             or self.failure is not None
+            or group.loss is not None
             or not group.board_member.can_post(entry, alone=alone)
         ):
             return None
@@ -244,7 +254,7 @@ class RankState:
         # Without other pending entries no name is in flight, either.
         if group is None or group.board_member is not member or group.pending or not group.configured:
             return 0
-        if self.lost is not None or self.failure is not None or not member.is_free:
+        if self.lost is not None or self.failure is not None or group.loss is not None or not member.is_free:
             return 0
         group.pending[entry] = None
         if reduction.request.name is not None:
@@ -509,6 +519,7 @@ class RankState:
             effects.append(AbortPlane(group.id, group.generation))
             effects += self.fail_all(group, lambda entry: self.aborted(entry, cause))
             group.configured, group.withdrawn, group.given_up = False, -1, None
+            group.is_orphaned = True
         for id in self.sets.keys() - self.failover.sets.keys() - {0}:
             del self.sets[id]  # half added: its ranks did not get ``ProcessSetAdded`` with its number
         # Most name generations and local ids that a successor does not know.
@@ -598,6 +609,7 @@ class RankState:
         self.elastic, self.failover.regroup = on, None
         if not self.outdated:
             self.failure = None
+        self._forget_losses()  # training begins with the members that live, and handles the loss of more by itself
         if self.lost is None:
             self._messages.append(m.Elastic(on))
 
@@ -629,6 +641,8 @@ class RankState:
 
     def begin_cell(self, cell: str) -> None:
         """Begin a cell on this rank."""
+        if not self.failover.cells:
+            self._forget_losses()  # this program begins with the members that live
         self.failover.cell_began(cell)
         self._messages.append(m.CellBegin(cell))
 
@@ -642,6 +656,10 @@ class RankState:
         if self._messages and self._messages[-1] == m.CellBegin(cell):
             self._messages.pop()
         self._messages.append(m.CellEnd(cell, error))
+
+    def _forget_losses(self) -> None:
+        for group in self.sets.values():
+            group.loss = None
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
@@ -781,16 +799,29 @@ def _on_abort(state: RankState, message: m.Abort) -> list[Effect]:
         state.failure = cause
     known = {(c.kind, c.name): pending_of(c) for c in message.pending}
     state.drop_announcements(group.id)
-    # The plane's end first: its operation still uses the buffers that users get back with the failures.
-    effects: list[Effect] = [AbortPlane(group.id, message.generation)]
-    effects += state.fail_all(
+    lost = cause.kind.is_loss and not state.elastic
+    failed = state.fail_all(
         group,
         lambda entry: state.aborted(entry, cause, known.get((int(entry.request.kind), entry.name))),
-        message.generation,
+        # An entry that is held for the next generation would otherwise succeed there, in a smaller world than its program knows of.
+        None if lost else message.generation,
     )
+    if lost:
+        _record_loss(group, cause, failed)
     group.generation = message.generation
     group.configured, group.withdrawn = False, -1
-    return effects
+    # The plane's end first: its operation still uses the buffers that users get back with the failures.
+    return [AbortPlane(group.id, message.generation), *failed]
+
+
+def _record_loss(group: SetState, cause: Cause, failed: list[Effect]) -> None:
+    """Have the next submission fail with the loss of a member, unless entries of this rank's program have failed with it.
+
+    Otherwise it would depend on the moment of the loss which ranks learn of it, and the others would go on in a smaller world.
+    """
+    group.lost_members.update(cause.ranks)
+    told = any(isinstance(effect, Fail) and not effect.entry.given_up for effect in failed)
+    group.loss = None if told else cause
 
 
 def _end_past(state: RankState, group: SetState, generation: int, cause: Cause) -> list[Effect]:
@@ -809,13 +840,15 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         return []
     # The last generation has ended in order, so a request that is posted on its board can still be agreed there.
     group.close_board()
+    # A generation that was aborted for another reason, or has ended with its coordinator, can have lost members by now.
+    gone = () if state.elastic else group.unreported_losses(message.members)
     ranks = tuple(member.rank for member in message.members)
     group.generation, group.members, group.ranks = message.generation, message.members, ranks
     group.index = ranks.index(state.rank) if state.rank in ranks else -1
     group.plane, group.options = message.plane, message.options
     group.device_planes, group.shown_planes = message.device_planes, {}
     group.links, group.chunk_bytes = {}, 0
-    group.configured, group.withdrawn = True, -1
+    group.configured, group.withdrawn, group.is_orphaned = True, -1, False
     if group.id == 0:
         state.failover.restored()
     new = NewGeneration(
@@ -828,6 +861,11 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         state.end(entry)
         kind, text, site = group.given_up or (CauseKind.INTERRUPTED, "it was interrupted", "")
         effects.append(Fail(entry, state.aborted(entry, Cause(kind, (state.rank,), text, site))))
+    if gone and group.index >= 0:
+        text = f"{format_ranks(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+        cause = Cause(CauseKind.MEMBERSHIP, gone, text, decision=message.decision)
+        effects += _fail_held(state, group, cause)
+    group.lost_members.clear()
     # Entries that execute belong to the last generation, which has ended in order: its plane still finishes them.
     waiting = [entry for entry in group.pending if entry.phase not in (EXECUTING, POSTED)]
     if group.given_up is not None and any(entry.given_up for entry in waiting):
@@ -839,6 +877,19 @@ def _on_configure(state: RankState, message: m.Configure) -> list[Effect]:
         group.given_up = None
         effects += _announce_again(state, group)
     return effects
+
+
+def _fail_held(state: RankState, group: SetState, cause: Cause) -> list[Effect]:
+    """Fail the entries that were held for a generation which has lost members, or the next submission if there are none."""
+    held = [e for e in group.pending if e.phase not in (EXECUTING, POSTED) and not e.given_up]
+    failed: list[Effect] = []
+    for entry in held:
+        # Before end(): unqueue() finds only entries that are still ANNOUNCED.
+        state.locals.unqueue(entry)
+        state.end(entry)
+        failed.append(Fail(entry, state.aborted(entry, cause)))
+    _record_loss(group, cause, failed)
+    return failed
 
 
 def _announce_again(state: RankState, group: SetState) -> list[Effect]:

@@ -29,7 +29,8 @@ class Fault:
         deed: The rank's act on itself (:mod:`chaos.victim`), if it does.
         limit: Seconds within which the user must be notified.
         phases: Phases of a collective in which it can strike, beside other places.
-        spots: Places in the training loop: ``between`` two steps, or ``amid`` one, with a tensor in flight.
+        spots: Places in the training loop: ``between`` two steps, or ``amid`` one, with a tensor in flight; ``apart`` is between two
+            steps while no rank is in a collective.
         outside: Whether it can come from outside as well, at any instant.
         deadly: Whether the rank is lost.
         weight: How often it is drawn, compared with the others.
@@ -83,6 +84,15 @@ FAULTS = (
     Fault("interrupt, a rank in a C call", "interrupting_deaf", "call_c", limit=2.0, weight=1),
     Fault("interrupt, a rank stopped", "interrupting_stopped", "stop", 2.0, PHASES, weight=1),
     Fault("SIGKILL", "dying", "kill", 1.0, PHASES, outside=True, deadly=True, weight=8, says="SIGKILL"),
+    Fault(
+        "SIGKILL, no rank in a collective",
+        "dying",
+        "kill",
+        1.0,
+        spots=("apart",),
+        deadly=True,
+        says="SIGKILL",
+    ),
     Fault(
         "SIGKILL of two ranks at once",
         "dying_together",

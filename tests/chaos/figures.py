@@ -14,7 +14,7 @@ class Outcome:
 
     Attributes:
         seed, number, plane: Which trial it was; a campaign with the same seed plays it again.
-        fault, phase, victim: The fault, its place (a phase of a collective, ``between`` or ``amid`` steps, ``any`` for
+        fault, phase, victim: The fault, its place (a phase of a collective, ``between``, ``amid`` or ``apart`` from steps, ``any`` for
             an instant chosen from outside), and its rank.
         limit: Seconds within which the user must be notified.
         report: Seconds from the fault until the user was notified; None if never.

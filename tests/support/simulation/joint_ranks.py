@@ -18,18 +18,26 @@ if TYPE_CHECKING:
 
 
 class SimEntry(Entry):
-    """Entry that remembers how it ended."""
+    """Entry that remembers how it ended.
 
-    __slots__ = ("number", "outcome")
+    Attributes:
+        number: Its submission.
+        outcome: How it ended; ``None`` until then.
+        ends: Called with the outcome.
+    """
+
+    __slots__ = ("ends", "number", "outcome")
 
     def __init__(self, request: Request, site: str, number: int = 0) -> None:
         Entry.__init__(self, request, site, 0)
         self.number = number
         self.outcome: object = None
+        self.ends: Callable[[object], None] = lambda outcome: None
 
     def complete(self, outcome: object) -> None:
         assert self.outcome is None, f"{self.name} ended twice: {self.outcome!r}, {outcome!r}"
         self.outcome = outcome
+        self.ends(outcome)
 
 
 class SimHandle(SimEntry):

@@ -11,6 +11,7 @@ import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -40,12 +41,13 @@ from hvdlab.collectives.engine.entries import (
 from hvdlab.collectives.engine.process_set_view import PostedRequest, fits, needs_plane
 from hvdlab.collectives.engine.rank_state import RankState
 from hvdlab.collectives.engine.requests import Request
-from hvdlab.collectives.errors import Cause, CauseKind, HvdlabError
+from hvdlab.collectives.errors import AbortedError, Cause, CauseKind, HvdlabError
 from hvdlab.collectives.planes.base import host_view
 from hvdlab.collectives.protocol import messages as m
 from hvdlab.collectives.protocol.member_lists import SHORTENED, KnownMembers, SentMembers
 from hvdlab.collectives.types import SUM, DType, OpKind
 from support.simulation.joint_boards import AtBoard, Boards
+from support.simulation.joint_losses import Losses
 from support.simulation.joint_planes import Planes
 from support.simulation.joint_ranks import Scope, SimEntry, SimRank
 
@@ -104,6 +106,7 @@ class Simulation:
         self.former: list[SimRank] = []
         self.client: deque[m.Message] = deque()
         self.generations: dict[Scope, tuple[int, ...]] = {}
+        self.losses = Losses(self)
         self._newest: dict[int, int] = {}
         self._by_peer: dict[int, SimRank] = {}
         self.by_pid: dict[int, SimRank] = {}
@@ -344,14 +347,21 @@ class Simulation:
             elif not queued:
                 me.state.submit(entry)
         except HvdlabError as error:
+            self.losses.ended(me, entry, error)
             self._flush(me)
             return error
         me.entries.append(entry)
+        entry.ends = partial(self.losses.ended, me, entry)
         if waits:
             me.blocked = entry
         if self.random.random() < 0.5:
             self._flush(me)
         return entry
+
+    def submit_knowingly(self, rank: int, make: Callable[[], Request]) -> SimEntry | HvdlabError:
+        """Submit as a program that goes on without the members that are lost, once it has been told of the loss."""
+        entry = self.submit(rank, make())
+        return self.submit(rank, make()) if tells_of_loss(entry) else entry
 
     def _post_again(self, me: SimRank, entry: SimEntry) -> PostedRequest | None:
         """Post an allreduce without a handle, as a rank does that has posted one of the same name, type and shape before.
@@ -580,6 +590,7 @@ class Simulation:
     def _note_generation(self, message: m.Configure) -> None:
         members = tuple(member.pid for member in message.members)
         assert message.generation > self._newest.get(message.process_set, 0), "a generation is used again"
+        self.losses.generation_begins(message, self._newest.get(message.process_set, 0))
         self._newest[message.process_set] = message.generation
         self.generations[message.process_set, message.generation] = members
 
@@ -604,6 +615,8 @@ class Simulation:
             me.world = tuple(member.rank for member in message.members)
         elif isinstance(message, m.Mail) and message.topic not in me.known_cells:
             me.known_cells.add(message.topic)
+            if not me.cells:
+                self.losses.program_begins(me)
             me.cells[message.topic] = None
             me.state.begin_cell(message.topic)
         self._perform(me, me.state.handle(message, 0))
@@ -648,6 +661,11 @@ class Simulation:
             longest = max(orders, key=len)
             for order in orders:
                 assert order == longest[: len(order)], scope
+
+
+def tells_of_loss(outcome: object) -> bool:
+    """Whether a submission has failed since its process set has lost a member."""
+    return isinstance(outcome, AbortedError) and outcome.cause.kind.is_loss
 
 
 def _waits_untold(me: SimRank) -> bool:

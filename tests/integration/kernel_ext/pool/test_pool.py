@@ -182,6 +182,41 @@ def test_the_end_of_a_killed_rank_is_seen_and_it_can_be_replaced(
     assert pool.repair() == ()
 
 
+LOSES_A_RANK_BETWEEN_COLLECTIVES = """
+import os, signal, time
+import numpy as np
+import hvdlab.numpy as hvd
+from hvdlab.collectives.errors import AbortedError
+hvd.init()
+for _ in range(5):  # later ones take the shortest way
+    hvd.allreduce(np.ones({count}, np.float32), name="x", op=hvd.Sum)
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while hvd.size() == 3:
+    time.sleep(0.01)
+told = []
+for _ in range(2):
+    try:
+        total = float(hvd.allreduce(np.ones({count}, np.float32), name="x", op=hvd.Sum)[0])
+    except AbortedError as error:
+        told.append(str(error))
+"""
+
+
+@pytest.mark.parametrize("count", [1, 100_000, 1_000_000], ids=["on the board", "on the plane", "large"])
+def test_the_death_of_a_rank_is_told_by_the_next_collective_if_none_was_under_way(
+    start_pool: StartPool, count: int
+) -> None:
+    pool = start_pool(3)
+    results = pool.run(LOSES_A_RANK_BETWEEN_COLLECTIVES.format(count=count))
+    assert results.deaths.keys() == {1}
+    for told, total in values(pool, "told, total"):
+        assert total == 2.0
+        assert len(told) == 1
+        assert "rank 1 died: " in told[0]
+    assert values(pool, "float(hvd.allreduce(np.ones(1), name='next', op=hvd.Sum)[0])") == [2.0, 2.0]
+
+
 def test_repair_waits_for_the_end_of_a_rank_whose_connection_is_gone(start_pool: StartPool) -> None:
     pool = start_pool(2)
     pids = {status.rank: status.pid for status in pool.status()}

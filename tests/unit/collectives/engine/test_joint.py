@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +85,9 @@ def test_the_group_works_again_after_an_abort(how: str) -> None:
     aborted = [e.outcome for r in (0, 1) for e in simulation.ranks[r].entries if simulation.ranks[r].alive]
     kind = CauseKind.RANK_DIED if how == "kill" else CauseKind.INTERRUPTED
     assert all(isinstance(o, AbortedError) and o.cause.kind is kind for o in aborted)
-    again = [simulation.submit(me.rank, allreduce("x")) for me in simulation.ranks if me.alive]
+    again = [
+        simulation.submit_knowingly(me.rank, partial(allreduce, "x")) for me in simulation.ranks if me.alive
+    ]
     simulation.run()
     simulation.check()
     assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in again)
@@ -249,6 +252,10 @@ def test_every_handle_ends_whatever_happens(seed: int, size: int, count: int) ->
                 simulation.withdraw(me.rank)
         simulation.run()
     simulation.check()
-    final = [simulation.submit(me.rank, allreduce("final")) for me in simulation.ranks if me.alive]
+    final = [
+        simulation.submit_knowingly(me.rank, partial(allreduce, "final"))
+        for me in simulation.ranks
+        if me.alive
+    ]
     simulation.run()
     assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in final)

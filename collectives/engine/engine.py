@@ -335,6 +335,8 @@ class Engine:
             NotInitializedError: The engine is closed.
         """
         handle = Handle(self, request, request.site or call_site(2), _monotonic_ns())
+        if self.hooks.inside and self.hooks.run_here:
+            request.internal = True  # an error of the submission would be logged, and the user's program would not learn of a loss
         self._submit(handle)
         if at_once:
             handle.at_once = self.settings.direct
@@ -457,6 +459,13 @@ class Engine:
     def withdraw(self, text: str, process_set: int = 0, kind: CauseKind = CauseKind.WITHDRAWN) -> None:
         """Give up on everything pending in a process set: it fails on all ranks with ``text``; the set remains."""
         self._handlers.withdraw(process_set, text, kind)
+
+    def acknowledge_losses(self) -> None:
+        """Record that the program knows which ranks there are now: an error has told it that some were lost, or it begins with those that live.
+
+        Otherwise the next submission raises the loss of a rank, once, if nothing was pending when it was lost.
+        """
+        self._locked.change(RankState.acknowledge_losses)
 
     def tell_blocked(self, handle: Handle, seconds: float) -> None:
         """Report a blocked thread, as :meth:`Handle.tell_blocked` does. Any thread; does not wait."""

@@ -589,6 +589,11 @@ class CompletionHooks:
         """Return whether there is a hook to call."""
         return bool(self._due)
 
+    @property
+    def run_here(self) -> bool:
+        """Return whether the calling thread is in a hook."""
+        return bool(self.inside) and threading.get_ident() in self.inside
+
     def defer_to_control(self) -> None:
         """Wake the control thread for the hooks that are due, if there are any."""
         if self._due:
@@ -645,7 +650,7 @@ class CompletionHooks:
         Raises:
             InvalidRequestError: The calling thread is in a hook.
         """
-        if self.inside and threading.get_ident() in self.inside:
+        if self.run_here:
             raise InvalidRequestError(
                 "A completion hook must neither wait for a collective nor close the engine: the thread that calls it may be the "
                 "one that is waited for. Submit the next collective with a hook of its own, or let another thread wait."

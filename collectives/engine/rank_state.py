@@ -125,7 +125,7 @@ class RankState:
         # It would be held for a generation in which this rank is no member, and wait for ever.
         if self.removed is not None and not group.configured:
             raise self.aborted(entry, self.removed)
-        if group.loss is not None:
+        if group.loss is not None and not request.internal:
             cause, group.loss = (
                 group.loss,
                 None,
@@ -463,6 +463,11 @@ class RankState:
         """Report that the data plane of a generation failed here."""
         self._messages.append(m.PlaneFailed(set_id, generation, text))
 
+    def acknowledge_losses(self) -> None:
+        """Record that the program knows which members there are now, so that no submission fails to tell it."""
+        for group in self.sets.values():
+            group.loss = None
+
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def finish(self, entry: Entry) -> bool:
@@ -609,7 +614,7 @@ class RankState:
         self.elastic, self.failover.regroup = on, None
         if not self.outdated:
             self.failure = None
-        self._forget_losses()  # training begins with the members that live, and handles the loss of more by itself
+        self.acknowledge_losses()  # training begins with the members that live, and handles the loss of more by itself
         if self.lost is None:
             self._messages.append(m.Elastic(on))
 
@@ -642,7 +647,7 @@ class RankState:
     def begin_cell(self, cell: str) -> None:
         """Begin a cell on this rank."""
         if not self.failover.cells:
-            self._forget_losses()  # this program begins with the members that live
+            self.acknowledge_losses()  # this program begins with the members that live
         self.failover.cell_began(cell)
         self._messages.append(m.CellBegin(cell))
 
@@ -656,10 +661,6 @@ class RankState:
         if self._messages and self._messages[-1] == m.CellBegin(cell):
             self._messages.pop()
         self._messages.append(m.CellEnd(cell, error))
-
-    def _forget_losses(self) -> None:
-        for group in self.sets.values():
-            group.loss = None
 
     # -- checks ---------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class Request:
         label: Its name in recordings, if that is another one. There should be few different ones, since recordings keep them all.
         priority: Of the allreduces that have one, the highest is executed first among those that are ready and have not begun.
             Collectives without a priority, barriers included, go before them. ``None``: in the order of becoming ready.
+        internal: Whether a thread of hvdlab's submits it, and not the user's program: the loss of a member is left for that to learn.
         about: Text behind the call site in errors and stall lines, on all ranks, such as `` for layers.3``. There should be few different
             ones, since each is defined once.
     """
@@ -107,6 +108,7 @@ class Request:
     label: str = ""
     about: str = ""
     priority: int | None = None
+    internal: bool = False
 
 
 @dataclass(slots=True)

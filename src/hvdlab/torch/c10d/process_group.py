@@ -152,7 +152,10 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def options(self) -> Any:
         """Return a backend's options, as torch and libraries read them: its name and timeout. A change of them has no effect."""
         found = _Backend.Options("hvdlab", timedelta(seconds=self._calls.seconds))
-        found.global_ranks_in_group, found.group_name = list(self._members), self._calls.name
+        found.global_ranks_in_group, found.group_name = (
+            self._calls.world.numbers(self._members),
+            self._calls.name,
+        )
         return found
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -64,7 +64,10 @@ def reconfigure(group: Any = None, timeout: timedelta | None = None) -> tuple[in
             f"The backend of group {found.group_name} can't be reconfigured. Make the group with enable_reconfigure=True and a backend "
             "that supports it, such as gloo."
         )
-    mine = context.init().rank, found.get_reconfigure_handle(), secrets.randbits(_UUID_BITS)
+    engine = context.init()
+    # The group is repaired with the ranks that live. Torch's own error has told the program of the loss, or this call does.
+    engine.acknowledge_losses()
+    mine = engine.rank, found.get_reconfigure_handle(), secrets.randbits(_UUID_BITS)
     # In the order of ranks on all of them, so all take the first one's number.
     offers = allgather_object(mine)
     uuid, ranks = offers[0][2], tuple(rank for rank, _, _ in offers)

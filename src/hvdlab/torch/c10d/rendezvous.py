@@ -79,6 +79,7 @@ def init_process_group(backend: str, original: Any, /, *args: Any, **kwargs: Any
     engine = context.init()
     require_whole_world(engine, given.get("rank", -1), given.get("world_size", -1))
     timeout = given.get("timeout") or dist.distributed_c10d.default_pg_timeout
+    engine.acknowledge_losses()  # the group is one of the ranks that live
     world = context.companion(C10dWorld)  # before the ranks meet: after that, others may send mail to it
     space = _met(engine, timeout)
     ranks = engine.ranks()
@@ -143,9 +144,9 @@ def _met(engine: Engine, timeout: timedelta) -> str:
         root=engine.ranks()[0],
         site=call_site(3),
     )
-    handle = engine.submit(request)
     seconds = timeout.total_seconds()
     try:
+        handle = engine.submit(request)
         try:
             handle.wait(seconds)
         except TimeoutError:
@@ -173,13 +174,13 @@ def create(options: Any, watch: object = None) -> HvdlabProcessGroup:
         StartError, AbortedError: There is no coordinator, or a rank that is needed did not answer, died or failed.
     """
     keep_errors()
-    members = tuple(options.global_ranks_in_group)
+    numbers = options.global_ranks_in_group
     rank, size = options.group_rank, options.group_size
-    world = current_world() if members else world_of_group(options.store, rank, size)
-    chosen = watch if isinstance(watch, WatchOptions) else world.watch if members else WatchOptions()
-    if not members:
-        world.watch = chosen
-    ranks = members or world.engine.ranks()
+    world = current_world() if numbers else world_of_group(options.store, rank, size)
+    chosen = watch if isinstance(watch, WatchOptions) else world.watch if numbers else WatchOptions()
+    if not numbers:
+        world.watch, world.ranks = chosen, world.engine.ranks()
+    ranks = world.members(numbers) if numbers else world.ranks
     inner = chosen.inner_backend(options.store, rank, size)
     if not inner:
         return HvdlabProcessGroup(world, rank, size, options.group_id, ranks, options.timeout)

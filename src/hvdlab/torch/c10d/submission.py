@@ -161,6 +161,7 @@ class Calls:
         if self.closed:
             raise InvalidRequestError(f"{operation}: process group {self.name} was destroyed.")
         if self.engine.generation() != self._generation and not self.has_its_ranks():
+            self.engine.acknowledge_losses()  # by this error; the group that is made next is one of the ranks that live
             raise InvalidRequestError(
                 f"{operation}: {self} has lost ranks since it was made. "
                 'Call dist.destroy_process_group() and dist.init_process_group("hvdlab") on all ranks, and wrap models again.'

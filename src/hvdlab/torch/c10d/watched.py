@@ -822,7 +822,7 @@ class WatchedGroup(HvdlabProcessGroup):
         operation = "" if slot is None else slot.operation.removesuffix(" of lists")
         sequence, site, part = (0, "", "") if slot is None else (slot.sequence, slot.site, slot.part)
         name = f"{self._calls.name_in_core}.{generation.number}.{channel}#{number}"
-        request = Request(OpKind.BARRIER, name, process_set=self.process_set, site=site)
+        request = Request(OpKind.BARRIER, name, process_set=self.process_set, site=site, internal=True)
         if channel != COLLECTIVES:
             source, target = ranks = self._ranks_of(channel)
             byte = np.zeros(1, np.uint8)

@@ -77,6 +77,8 @@ class C10dWorld:
 
     Attributes:
         founded: Whether the world was made only for the default group.
+        ranks: The world's ranks by their numbers in the default group, which torch calls global ranks: a world that has lost a rank has a
+            gap in its numbers. Empty if the default group is not hvdlab's, and has the numbers of the world.
         link: This rank's end of the default group's store.
         store: The default group's store, if that is not one of torch's; kept here since C++ does not keep it alive.
         histories: The last calls of each group.
@@ -87,6 +89,7 @@ class C10dWorld:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.founded = False
+        self.ranks: tuple[int, ...] = ()
         self.link = StoreLink(engine)
         self.store: HvdlabStore | None = None
         self.histories = Histories(engine)
@@ -126,6 +129,14 @@ class C10dWorld:
             groups = list(self._with_futures)
         for group in groups:
             group.interrupted()
+
+    def members(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Return the world's ranks that have these numbers in the default group."""
+        return tuple(self.ranks[number] for number in numbers) if self.ranks else tuple(numbers)
+
+    def numbers(self, members: Sequence[int]) -> list[int]:
+        """Return the numbers that these ranks of the world have in the default group."""
+        return [self.ranks.index(member) for member in members] if self.ranks else list(members)
 
     def process_set(self, members: Sequence[int]) -> int:
         """Return the process set of these ranks, which only they call for. Waits until the core has added it.
@@ -204,12 +215,13 @@ class C10dWorld:
         self._made_alone[members] += 1
         return f"c10d.{','.join(map(str, members))}.{self._made_alone[members]}"
 
-    def _register(self, ranks: tuple[int, ...]) -> Handle:
+    def _register(self, ranks: tuple[int, ...], *, internal: bool = False) -> Handle:
         with self._registering:
             added = self._sets.get(ranks)
             if added is None or (added.handle.done() and not self._is_there(ranks, added)):
                 name = f"process_set.add.{','.join(map(str, ranks))}"
-                request = Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks, site="dist.new_group")
+                site = "dist.new_group"
+                request = Request(OpKind.ADD_PROCESS_SET, name, ranks=ranks, site=site, internal=internal)
                 # Read before the request: a successor that came in between would otherwise count as the
                 # process that the set has.
                 generation, processes = self._processes(ranks)
@@ -246,7 +258,7 @@ class C10dWorld:
 
     def _on_ask(self, sender: int, body: bytes) -> None:
         """Request a set that another rank needs, and then answer. Control thread."""
-        self._register(_decoded(body))
+        self._register(_decoded(body), internal=True)
         # Announced before the answer, upon which the asking rank requests the set: the coordinator must not find
         # this rank missing.
         self.engine.flush()
@@ -297,11 +309,14 @@ def world_of_group(store: Any, rank: int, size: int) -> C10dWorld:
 
 
 def require_whole_world(engine: Engine, rank: int, size: int) -> None:
-    """Raise ``InvalidRequestError`` if the default group has another rank or size than the world; -1 stands for not given."""
-    own, ranks = engine.rank, len(engine.ranks())
-    if rank not in (-1, own) or size not in (-1, ranks):
+    """Raise ``InvalidRequestError`` if the default group has another rank or size than the world; -1 stands for not given.
+
+    The rank may be that in the world, or its position there, which torch needs: a world that has lost a rank has a gap in its numbers.
+    """
+    own, ranks = engine.rank, engine.ranks()
+    if rank not in (-1, own, ranks.index(own)) or size not in (-1, len(ranks)):
         raise InvalidRequestError(
-            f"This process is rank {own} of {ranks} in hvdlab's world, and rank {rank} of {size} in the "
+            f"This process is rank {own} of {len(ranks)} in hvdlab's world, and rank {rank} of {size} in the "
             "default process group: give init_process_group no rank and world_size, or the same ones."
         )
 

@@ -74,6 +74,46 @@ else:
 """
 
 
+LOSES_A_RANK = """
+import os, signal, time
+import torch, torch.distributed as dist
+import hvdlab.torch as hvd
+hvd.init()
+dist.init_process_group("hvdlab")
+dist.all_reduce(torch.ones(1))
+if hvd.rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+while hvd.size() == 3:
+    time.sleep(0.01)
+told = []
+for _ in range(2):
+    total = torch.ones(1)
+    try:
+        dist.all_reduce(total)
+    except RuntimeError as error:
+        told.append(str(error))
+        dist.destroy_process_group()
+        dist.init_process_group("hvdlab")
+pair = dist.new_group([0, 1])  # numbers of the default group, in which no one is missing
+sent, message = torch.full((1,), float(hvd.rank())), torch.full((1,), 7.0 + hvd.rank())
+dist.broadcast(sent, 1, group=pair)
+dist.send(message, 0) if dist.get_rank() else dist.recv(message, 1)
+parts = [torch.zeros(1), torch.zeros(1)]
+dist.all_gather(parts, torch.full((1,), float(hvd.rank())), group=pair)
+len(told), total.item(), hvd.rank(), dist.get_rank(), sent.item(), message.item(), torch.cat(parts).tolist()
+"""
+
+
+def test_a_cell_makes_its_group_again_after_the_loss_of_a_rank(start_pool: StartPool) -> None:
+    """The error that says so is the one that tells of the loss. The group has no gap in its numbers, though the world has one."""
+    pool = start_pool(3)
+    results = pool.run(LOSES_A_RANK)
+    assert results.deaths.keys() == {1}
+    assert results.errors == {}
+    assert results[0] == (1, 2.0, 0, 0, 2.0, 9.0, [0.0, 2.0])
+    assert results[2] == (1, 2.0, 2, 1, 2.0, 9.0, [0.0, 2.0])
+
+
 def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -119,6 +119,24 @@ def test_a_cell_that_begins_later_knows_the_smaller_world() -> None:
     state.submit(entry("a"))
 
 
+def test_a_submission_of_hvdlab_s_own_leaves_the_loss_to_the_program() -> None:
+    state = member()
+    state.handle(DIED, 0)
+    state.handle(configure(2, 0, 1), 0)
+    own = entry("own")
+    own.request.internal = True
+    state.submit(own)
+    assert raised(state, "a").cause.kind is CauseKind.RANK_DIED
+
+
+def test_a_program_that_knows_is_not_told() -> None:
+    state = member()
+    state.handle(DIED, 0)
+    state.acknowledge_losses()
+    state.handle(configure(2, 0, 1), 0)
+    state.submit(entry("a"))
+
+
 def test_a_cell_within_another_does_not_hide_it() -> None:
     state = member()
     state.handle(DIED, 0)

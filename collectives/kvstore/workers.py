@@ -70,7 +70,8 @@ class Workers:
     @property
     def rank(self) -> int:
         """Return the number of this worker, from 0. Raises ``KVStoreError`` if the process set has lost it."""
-        return joined().rank if self.id == GLOBAL_ID else position(self._own_id())
+        # Not its rank: the world keeps the numbers of its ranks, and has a gap where one was lost.
+        return position(self._own_id())
 
     @property
     def local_rank(self) -> int:
@@ -141,14 +142,13 @@ class Workers:
 
     def submit_broadcast(self, array: Array, name: str) -> Handle:
         """Start the broadcast from the first worker, in place."""
-        root = 0 if self.id == GLOBAL_ID else self.ranks[0]
         request = Request(
             OpKind.BROADCAST,
             name,
             array,
             array,
             _dtype(array),
-            root=root,
+            root=self.ranks[0],
             process_set=self.id,
             anonymous=True,
         )

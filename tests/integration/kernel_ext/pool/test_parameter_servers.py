@@ -82,3 +82,53 @@ def test_servers_outlive_ranks_and_the_coordinator_and_end_with_the_pool(start_p
     assert process.is_running()
     pool.stop()
     process.wait(GONE)
+
+
+STORES = """
+import os, signal
+import numpy as np
+import hvdlab.numpy as hvd
+from hvdlab import kvstore
+hvd.init()
+stores = {kind: kvstore.create(kind) for kind in ("dist_sync", "dist_async", "horovod", "byteps")}
+"""
+USE_STORES = """
+found = {}
+for kind, kv in stores.items():
+    first, total = np.zeros(2, np.float32), np.ones(2, np.float32)
+    if kind == "dist_async":
+        kv.set_optimizer("test")
+    if kind in ("dist_sync", "dist_async"):
+        kv.init("new", np.full(2, 5.0, np.float32))
+        kv.pull("new", out=first)
+        kv.pushpull("new", total, out=total)
+        if kind == "dist_async":
+            hvd.barrier()
+            kv.pull("new", out=total)
+            hvd.barrier()
+    else:
+        kv.broadcast("new", np.full(2, 5.0 + hvd.rank(), np.float32), out=first)
+        kv.pushpull("new", total, out=total)
+    found[kind] = kv.rank, kv.num_workers, float(total[0])
+    if kind != "dist_async":  # of which another worker may have pushed already
+        found[kind] += (float(first[0]),)
+found
+"""
+
+
+def test_all_kinds_go_on_after_the_loss_of_the_first_worker(start_pool: StartPool) -> None:
+    """Others have the numbers of the workers and give the first values then."""
+    pool = start_pool(3)
+    assert pool.run(STORES).errors == {}
+    assert pool.run(
+        "if hvd.rank() == 0: os.kill(os.getpid(), signal.SIGKILL)\nhvd.barrier()"
+    ).deaths.keys() == {0}
+    results = pool.run(USE_STORES)
+    assert results.errors == {}
+    for number, rank in enumerate((1, 2)):
+        assert results[rank] == {
+            "dist_sync": (number, 2, 2.0, 5.0),
+            "dist_async": (number, 2, 7.0),
+            "horovod": (number, 2, 2.0, 6.0),
+            "byteps": (number, 2, 2.0, 6.0),
+        }

@@ -103,8 +103,13 @@ class HvdlabProcessGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(rank, size)
         self._calls = Calls(world, name, members, timeout.total_seconds())
         self._engine, self._members = world.engine, self._calls.members
-        #: The members' numbers in the group in the order of the core, which sorts members by rank; empty if the orders are equal.
-        self._order = sorted(range(size), key=lambda member: members[member])
+        #: The members' numbers in the group in the order of the core; empty if the orders are equal. The core sorts members by rank, or has
+        #: those first that were first in the world.
+        self._order = [
+            self._members.index(rank)
+            for rank in self._engine.ranks(self._calls.process_set)
+            if rank in self._members
+        ]
         if self._order == list(range(size)):
             self._order = []
         self._messages = Messages(self._calls, rank)

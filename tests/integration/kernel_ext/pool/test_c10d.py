@@ -114,6 +114,42 @@ def test_a_cell_makes_its_group_again_after_the_loss_of_a_rank(start_pool: Start
     assert results[2] == (1, 2.0, 2, 1, 2.0, 9.0, [0.0, 2.0])
 
 
+BEGINS = "import os, signal\nimport torch, torch.distributed as dist\nimport hvdlab.torch as hvd\nhvd.init()"
+BY_NUMBER = """
+dist.init_process_group("hvdlab")
+rank, size = dist.get_rank(), dist.get_world_size()
+
+def one(value):
+    return torch.full((1,), float(value))
+
+gathered, exchanged, scattered, reduced = [one(0) for _ in range(size)], [one(0) for _ in range(size)], one(0), one(0)
+dist.all_gather(gathered, one(rank))
+dist.all_to_all(exchanged, [one(10 * rank + other) for other in range(size)])
+dist.scatter(scattered, [one(other) for other in range(size)] if rank == 1 else None, src=1)
+dist.reduce_scatter(reduced, [one(other) for other in range(size)])
+rank == hvd.rank(), torch.cat(gathered).tolist(), torch.cat(exchanged).tolist(), scattered.item(), reduced.item()
+"""
+
+
+def test_a_group_counts_as_scripts_do_where_newcomers_come_last(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The core has members in the order in which they came then, not by their numbers there."""
+    monkeypatch.setenv("HVDLAB_RANK_NUMBERS", "consecutive")
+    pool = start_pool(3)
+    assert pool.run(BEGINS).errors == {}
+    assert pool.run(
+        "if hvd.rank() == 0: os.kill(os.getpid(), signal.SIGKILL)\nhvd.barrier()"
+    ).deaths.keys() == {0}
+    assert pool.repair() == (0,)
+    assert pool.run(BEGINS).errors == {}
+    results = pool.run(BY_NUMBER)
+    assert results.errors == {}
+    for number, rank in enumerate((1, 2, 0)):
+        exchanged = [float(10 * other + number) for other in range(3)]
+        assert results[rank] == (True, [0.0, 1.0, 2.0], exchanged, float(number), 3.0 * number)
+
+
 def test_failed_steps_are_followed_by_good_ones_on_the_same_model(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

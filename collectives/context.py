@@ -173,7 +173,7 @@ def adopt(engine: Engine | None) -> None:
     """Have ``init()`` use this engine, which the caller owns and closes; ``None`` undoes that."""
     with _context.lock:
         _context.adopted = engine
-        _context.engine = None
+        _context.engine, _context.companions = None, (None, {})
 
 
 def in_rank_of_pool() -> bool:
@@ -186,7 +186,10 @@ def shutdown() -> None:
     """Leave the world. Collectives in flight fail. Does nothing if not initialized; an adopted engine stays open."""
     with _context.lock:
         engine, _context.engine = _context.engine, None
-        companions, _context.companions = _context.companions, (None, {})
+        companions = _context.companions
+        # Those of an adopted engine stay with it: they get its mail, and two of one kind would both answer.
+        if companions[0] is not _context.adopted:
+            _context.companions = (None, {})
         coordinator, _context.coordinator = _context.coordinator, None
         try:
             # The engine first: it takes leave of its coordinator.

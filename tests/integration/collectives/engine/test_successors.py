@@ -307,6 +307,10 @@ def test_a_rank_that_dies_with_it(three: Ranks) -> None:
     replace(three, [0, 2])
     with Client.connect(three.coordinator.address, three.coordinator.client_token) as client:
         client.rank_lost(1, three.processes[1].pid, "killed by SIGKILL")
+        for error in three.outcomes(total, ranks=[0, 2]):
+            assert isinstance(error, AbortedError)
+            assert error.cause.ranks == (1,)
+            assert "rank 1 is gone" in str(error)
         assert three.run(total, ranks=[0, 2]) == [2.0] * 2
         three.respawn(1)
         three.run(init, ranks=[1])

@@ -131,6 +131,28 @@ rank == hvd.rank(), torch.cat(gathered).tolist(), torch.cat(exchanged).tolist(),
 """
 
 
+NEW_PAIR = """
+import torch, torch.distributed as dist
+import hvdlab.torch as hvd
+hvd.init()
+dist.init_process_group("hvdlab")
+pair, total = dist.new_group([0, 2]), torch.ones(1)
+if dist.get_rank() != 1:
+    dist.all_reduce(total, group=pair)
+hvd.shutdown()
+total.item()
+"""
+
+
+def test_groups_outlive_a_shutdown(start_pool: StartPool) -> None:
+    """In a pool the ranks stay in the world, so the default group goes on, and others are made in it."""
+    pool = start_pool(3)
+    for _ in range(3):
+        results = pool.run(NEW_PAIR)
+        assert results.errors == {}
+        assert [results[rank] for rank in range(3)] == [2.0, 1.0, 2.0]
+
+
 def test_a_group_counts_as_scripts_do_where_newcomers_come_last(
     start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

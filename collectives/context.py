@@ -64,6 +64,8 @@ class _Context:
         self.companions: tuple[Engine | None, dict[Any, Any]] = (None, {})
         #: How many worlds this process has looked for in a store that outlives worlds; see :func:`next_world`.
         self.worlds_sought = 0
+        #: How many times this process has joined a world; see :func:`joined_worlds`.
+        self.worlds_joined = 0
 
 
 _context = _Context()
@@ -98,6 +100,7 @@ def init(settings: Settings | None = None) -> Engine:
         else:
             engine = _join(settings or _find(take_settings()))
         _context.engine, _context.forked_by = engine, None
+        _context.worlds_joined += 1
         return engine
 
 
@@ -258,6 +261,11 @@ def companion(make: Callable[[Engine], Companion], what: str = "hvdlab") -> Comp
             kept[make] = make(present)
         found: Companion = kept[make]
         return found
+
+
+def joined_worlds() -> int:
+    """Return how many times this process has joined a world. The engine of a rank of a pool stays the same over :func:`shutdown`."""
+    return _context.worlds_joined
 
 
 def next_world() -> int:

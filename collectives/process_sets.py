@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
@@ -45,29 +45,34 @@ class _Registered(NamedTuple):
 
 
 class _Known:
-    """Sets that were registered with one engine, but for the global one.
+    """Sets that were registered between one ``init()`` and the ``shutdown()`` after it, but for the global one.
 
     Attributes:
-        world: Number of the engine in this process. An id of one world means nothing, or another set, in the next.
+        world: Its number in this process. An id of one world means nothing, or another set, in the next.
         sets: The sets, by id.
+        former: Sets of the worlds before on the same engine: a pool's ranks stay connected over ``shutdown()``, and its core keeps them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, former: Mapping[int, _Registered]) -> None:
         self.world = next(_worlds)
         self.sets: dict[int, _Registered] = {}
+        self.former = dict(former)
 
 
 _worlds = itertools.count(1)
 # Weak: a module's variable must not keep an engine after shutdown().
-_latest: tuple[weakref.ref[Engine], _Known] | None = None
+_latest: tuple[weakref.ref[Engine], int, _Known] | None = None
 
 
 def _known(what: str = "hvd.ProcessSet") -> _Known:
     global _latest
-    engine = context.engine(what)
+    engine, joined = context.engine(what), context.joined_worlds()
     if _latest is None or _latest[0]() is not engine:
-        _latest = weakref.ref(engine), _Known()
-    return _latest[1]
+        _latest = weakref.ref(engine), joined, _Known({})
+    elif _latest[1] != joined:
+        before = _latest[2]
+        _latest = weakref.ref(engine), joined, _Known(before.former | before.sets)
+    return _latest[2]
 
 
 class ProcessSet:
@@ -366,13 +371,27 @@ def register(process_set: ProcessSet) -> None:
     ids: dict[tuple[int, ...], int] = {}
     for ranks in _named_by_all(process_set):
         members = tuple(sorted(core_rank(rank) for rank in ranks))
-        ids[ranks] = context.engine().add_process_set(members)
+        former = _former_set(members, frozenset(processes))
+        ids[ranks] = context.engine().add_process_set(members) if former is None else former
         # At once: if the next addition fails, this set exists all the same.
         known.sets[ids[ranks]] = _Registered(members, generation, frozenset(processes), (ids[ranks],))
     for id in ids.values():
         known.sets[id] = known.sets[id]._replace(together=tuple(ids.values()))
     process_set._id, process_set._world = ids[tuple(process_set._ranks)], known.world
     process_set._is_assigned = False
+
+
+def _former_set(ranks: tuple[int, ...], processes: frozenset[tuple[int, str, int]]) -> int | None:
+    """Return the id of a set of these ranks that a pool's core still has from before ``shutdown()``, or ``None``.
+
+    All ranks come to the same answer: they registered that set together, and no process of the world is another one since then.
+    """
+    known, engine = _known(), context.engine()
+    for id, registered in reversed(known.former.items()):
+        alike = (registered.ranks, registered.processes) == (ranks, processes)
+        if alike and id not in known.sets and engine.knows_process_set(id):
+            return id
+    return None
 
 
 def _named_by_all(process_set: ProcessSet) -> list[tuple[int, ...]]:

@@ -105,3 +105,53 @@ def test_who_wants_to_keeps_the_numbers(launcher: Launcher, monkeypatch: pytest.
     ran = launcher.python(3, script, flags=("--min-np", "1", "--reset-limit", "0"))
     assert ran.code == 0, ran.err
     assert [ran.of(rank)[-1] for rank in (1, 2)] == ["done 1 [1, 2]", "done 2 [1, 2]"]
+
+
+WRAPPED = """
+    import os, signal
+    import torch, torch.distributed as dist
+    import hvdlab.torch as hvd
+
+    hvd.init()
+    born = int(os.environ["HVDLAB_RANK"])
+    model = torch.nn.Linear(2, 2)
+
+    def gathered(value):
+        parts = [torch.zeros(1) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, torch.full((1,), float(value)))
+        return torch.cat(parts).tolist()
+
+    @hvd.elastic.run
+    def train(state):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("hvdlab")
+        print("numbers", dist.get_rank() == hvd.rank(), gathered(dist.get_rank()), gathered(born), flush=True)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        while not (state.again and hvd.size() == 3):
+            state.again = hvd.size() < 3 or state.again
+            wrapped(torch.full((2, 2), float(born))).sum().backward()
+            state.batch += 1
+            if born == 0 and state.batch == 5 and not os.path.exists("died"):
+                open("died", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            state.commit()
+        model.zero_grad()
+        wrapped(torch.full((2, 2), float(born))).sum().backward()
+        total = sum(parameter.grad.sum().item() for parameter in model.parameters())
+        print("done", len(set(gathered(total))), flush=True)
+
+    train(hvd.elastic.TorchState(model, batch=1, again=False))
+"""
+
+
+def test_a_model_is_wrapped_in_ddp_again_whatever_rank_was_lost(launcher: Launcher) -> None:
+    ran = launcher.python(3, WRAPPED, flags=("--min-np", "2"))
+    assert ran.code == 0, ran.err
+    assert ran.launcher == ["rank 0: killed by SIGKILL; starting it anew (1 of 10)"]
+    assert ran.of(2) == [
+        "numbers True [0.0, 1.0, 2.0] [0.0, 1.0, 2.0]",
+        "numbers True [0.0, 1.0] [1.0, 2.0]",
+        "numbers True [0.0, 1.0, 2.0] [1.0, 2.0, 0.0]",
+        "done 1",
+    ]

@@ -68,6 +68,11 @@ def train(lab: LabPage) -> int:
     wait(lab, STRIP, "collectives/s")
     wait(lab, STATE, "live")
     wait(lab, HEADING, "running [5]")
+    # Each view has news of its own, and knows by these that more must come.
+    lab.page.wait_for_function(
+        "document.querySelector('.hvd-timeline').hvdlab.store.ranks.some(row => row.state === 'running')",
+        timeout=WAIT_MS,
+    )
     return process
 
 

@@ -126,10 +126,8 @@ class RankState:
         if self.removed is not None and not group.configured:
             raise self.aborted(entry, self.removed)
         if group.loss is not None and not request.internal:
-            cause, group.loss = (
-                group.loss,
-                None,
-            )  # once: a program that handles the error goes on with the members that live
+            # Once: a program that handles the error goes on with the members that live.
+            cause, group.loss = group.loss, None
             entry.generation = group.generation
             raise self.aborted(entry, cause)
         # All refusals are above, or raise in _enter() before its last statement: a refused request leaves no entry behind.

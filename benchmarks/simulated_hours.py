@@ -274,7 +274,7 @@ def play(kind: str, start: int, stop: int) -> PlayedSeeds:
             finally:
                 seconds += schedule.sim.now
         except Exception:  # noqa: BLE001  # any error is a fault, and reported with its seed
-            failed[str(seed)] = traceback.format_exc(limit=-4)
+            failed[str(seed)] = traceback.format_exc(limit=-4).replace(f"{ROOT}/", "")
     return PlayedSeeds(
         stop - start,
         counted,

@@ -298,7 +298,7 @@ class CauseKind(StrEnum):
 
     @property
     def is_loss(self) -> bool:
-        """Return whether the next generation has fewer members: a program must not go on in it unawares."""
+        """Return whether the next generation has fewer members, so that each program has to raise the cause before it goes on."""
         return self in _LOSSES
 
     @property

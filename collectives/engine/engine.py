@@ -461,7 +461,7 @@ class Engine:
         self._handlers.withdraw(process_set, text, kind)
 
     def acknowledge_losses(self) -> None:
-        """Record that the program knows which ranks there are now: an error has told it that some were lost, or it begins with those that live.
+        """Record that the program knows the present ranks: another error has named the lost ones, or it begins with those that live.
 
         Otherwise the next submission raises the loss of a rank, once, if nothing was pending when it was lost.
         """

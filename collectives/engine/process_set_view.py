@@ -120,7 +120,7 @@ class SetState:
         return {past.pop(old).abort() for old in list(past) if old <= generation}
 
     def unreported_losses(self, members: Sequence[Member]) -> tuple[int, ...]:
-        """Return the ranks of the present members that the next generation lacks, if its programs have to be told by now.
+        """Return the ranks of the present members that the next generation lacks, and whose loss no error has named yet.
 
         Args:
             members: Members of the next generation.

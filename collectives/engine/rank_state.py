@@ -462,7 +462,7 @@ class RankState:
         self._messages.append(m.PlaneFailed(set_id, generation, text))
 
     def acknowledge_losses(self) -> None:
-        """Record that the program knows which members there are now, so that no submission fails to tell it."""
+        """Record that the program knows the present members, so that no submission fails with the loss of others."""
         for group in self.sets.values():
             group.loss = None
 
@@ -819,8 +819,8 @@ def _record_loss(group: SetState, cause: Cause, failed: list[Effect]) -> None:
     Otherwise it would depend on the moment of the loss which ranks learn of it, and the others would go on in a smaller world.
     """
     group.lost_members.update(cause.ranks)
-    told = any(isinstance(effect, Fail) and not effect.entry.given_up for effect in failed)
-    group.loss = None if told else cause
+    raised = any(isinstance(effect, Fail) and not effect.entry.given_up for effect in failed)
+    group.loss = None if raised else cause
 
 
 def _end_past(state: RankState, group: SetState, generation: int, cause: Cause) -> list[Effect]:

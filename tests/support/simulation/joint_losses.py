@@ -1,4 +1,4 @@
-"""Oracle of losses: no program goes on in a world that has lost a member, without an error that tells of it."""
+"""Oracle of losses: each program gets an error for a lost member before it goes on in the smaller world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEGINNING = -1.0  # before every generation
 
 
 class Losses:
-    """Losses of members, and which programs have been told of them.
+    """Losses of members, and the programs that have raised them.
 
     A program is a cell, or all that a rank does if its collectives belong to no cells.
 
@@ -39,7 +39,7 @@ class Losses:
             me.pid for me in former if me.pid not in there and (me.killed or me.cut) and self._stays(me)
         )
         if lost:
-            # A rank that was cut off and is back is told of another failure.
+            # The lost ranks themselves are left out: one that was cut off and comes back raises the loss of the coordinator.
             self._before[id, message.generation] = before, lost, frozenset(me.pid for me in former) - lost
 
     def _stays(self, me: SimRank) -> bool:
@@ -73,6 +73,6 @@ class Losses:
                     continue
                 if (lost - {*there}) & self._heard_of(me, id, before):
                     raise AssertionError(
-                        f"rank {me.rank} goes on with {entry.name} in generation {entry.generation} of {id}, and was not told of "
+                        f"rank {me.rank} goes on with {entry.name} in generation {entry.generation} of {id}, and has not raised "
                         f"the loss after generation {before}"
                     )

@@ -541,7 +541,7 @@ class Schedule:
             self.rest()
         for _ in range(2):
             world = [me for me in self.living() if 0 in me.state.sets and me.state.sets[0].configured]
-            entries = [self.sim.submit_knowingly(me.rank, partial(allreduce, "last")) for me in world]
+            entries = [self.sim.submit_after_loss(me.rank, partial(allreduce, "last")) for me in world]
             self.rest()
             outcomes = [entry.outcome if isinstance(entry, SimEntry) else entry for entry in entries]
             if not any(_tells_who_left(outcome) for outcome in outcomes):

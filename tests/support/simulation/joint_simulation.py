@@ -358,10 +358,10 @@ class Simulation:
             self._flush(me)
         return entry
 
-    def submit_knowingly(self, rank: int, make: Callable[[], Request]) -> SimEntry | HvdlabError:
-        """Submit as a program that goes on without the members that are lost, once it has been told of the loss."""
+    def submit_after_loss(self, rank: int, make: Callable[[], Request]) -> SimEntry | HvdlabError:
+        """Submit as a program that catches the loss of a member and goes on with the others."""
         entry = self.submit(rank, make())
-        return self.submit(rank, make()) if tells_of_loss(entry) else entry
+        return self.submit(rank, make()) if is_loss(entry) else entry
 
     def _post_again(self, me: SimRank, entry: SimEntry) -> PostedRequest | None:
         """Post an allreduce without a handle, as a rank does that has posted one of the same name, type and shape before.
@@ -663,7 +663,7 @@ class Simulation:
                 assert order == longest[: len(order)], scope
 
 
-def tells_of_loss(outcome: object) -> bool:
+def is_loss(outcome: object) -> bool:
     """Whether a submission has failed since its process set has lost a member."""
     return isinstance(outcome, AbortedError) and outcome.cause.kind.is_loss
 

@@ -65,7 +65,7 @@ def reconfigure(group: Any = None, timeout: timedelta | None = None) -> tuple[in
             "that supports it, such as gloo."
         )
     engine = context.init()
-    # The group is repaired with the ranks that live. Torch's own error has told the program of the loss, or this call does.
+    # The group is repaired with the ranks that live. Torch's own error was for the lost ones, or the ranks that this call returns show them.
     engine.acknowledge_losses()
     mine = engine.rank, found.get_reconfigure_handle(), secrets.randbits(_UUID_BITS)
     # In the order of ranks on all of them, so all take the first one's number.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ LARGE = 1 << 16
 
 
 two = resident_ranks(2, scope="function")
+three = resident_ranks(3, scope="function")
 
 
 # -- on the ranks -------------------------------------------------------------------------------------------------
@@ -117,6 +119,29 @@ def disagree() -> tuple[str, list[int]]:
     calls.wait()
     assert calls.outcomes[0] == (None, told.value)
     return type(calls.outcomes[0][1]).__name__, settled(calls)
+
+
+def pair() -> int:
+    return context.engine().add_process_set((0, 1))
+
+
+def after_loss(pair: int) -> tuple[bool, str, list[int]]:
+    """Submit from a hook, when the world has lost rank 2 and nothing was pending there."""
+    engine, chained, calls = context.engine(), Calls(), []
+
+    def submit_next(result: Result | None, error: Exception | None) -> None:
+        calls.append(engine.submit(request("next", chained)))
+
+    while engine.size > 2:  # no event on this thread
+        time.sleep(0.01)
+    first = request("first", submit_next)
+    first.process_set = pair
+    engine.submit(first)
+    engine.flush()
+    chained.wait()
+    with pytest.raises(AbortedError) as raised:
+        engine.run(request("own"))
+    return chained.outcomes[0][1] is None, raised.value.cause.kind.value, settled(chained)
 
 
 def withdrawn() -> tuple[str, list[int]]:
@@ -328,6 +353,13 @@ def test_what_it_raises_is_logged_and_harms_nothing(two: Ranks, kind: str, text:
 
 def test_it_may_submit_further_collectives(two: Ranks) -> None:
     assert two.run(chained, 20) == [(2.0**20, 20)] * 2
+
+
+def test_what_it_submits_leaves_a_loss_to_the_program(three: Ranks) -> None:
+    """An error that its submission raised would be logged, and the program would go on in the smaller world."""
+    (number, *_) = three.run(pair)
+    three.kill(2)
+    assert three.run(after_loss, number, ranks=[0, 1]) == [(True, "rank_died", [1])] * 2
 
 
 def test_no_lock_is_held_meanwhile(two: Ranks) -> None:

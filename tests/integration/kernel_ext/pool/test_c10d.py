@@ -85,13 +85,13 @@ if hvd.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while hvd.size() == 3:
     time.sleep(0.01)
-told = []
+raised = []
 for _ in range(2):
     total = torch.ones(1)
     try:
         dist.all_reduce(total)
     except RuntimeError as error:
-        told.append(str(error))
+        raised.append(str(error))
         dist.destroy_process_group()
         dist.init_process_group("hvdlab")
 pair = dist.new_group([0, 1])  # numbers of the default group, in which no one is missing
@@ -100,12 +100,12 @@ dist.broadcast(sent, 1, group=pair)
 dist.send(message, 0) if dist.get_rank() else dist.recv(message, 1)
 parts = [torch.zeros(1), torch.zeros(1)]
 dist.all_gather(parts, torch.full((1,), float(hvd.rank())), group=pair)
-len(told), total.item(), hvd.rank(), dist.get_rank(), sent.item(), message.item(), torch.cat(parts).tolist()
+len(raised), total.item(), hvd.rank(), dist.get_rank(), sent.item(), message.item(), torch.cat(parts).tolist()
 """
 
 
 def test_a_cell_makes_its_group_again_after_the_loss_of_a_rank(start_pool: StartPool) -> None:
-    """The error that says so is the one that tells of the loss. The group has no gap in its numbers, though the world has one."""
+    """Its own error stands for the loss, which the next collective does not raise again. The group has no gap in its numbers, though the world has one."""
     pool = start_pool(3)
     results = pool.run(LOSES_A_RANK)
     assert results.deaths.keys() == {1}
@@ -129,6 +129,42 @@ dist.scatter(scattered, [one(other) for other in range(size)] if rank == 1 else 
 dist.reduce_scatter(reduced, [one(other) for other in range(size)])
 rank == hvd.rank(), torch.cat(gathered).tolist(), torch.cat(exchanged).tolist(), scattered.item(), reduced.item()
 """
+
+
+ASKS = """
+import os, signal, time
+import torch, torch.distributed as dist
+import hvdlab.torch as hvd
+from hvdlab.collectives.errors import AbortedError
+hvd.init()
+dist.init_process_group("hvdlab")
+rank = hvd.rank()
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+while hvd.size() == 4:
+    time.sleep(0.01)
+raised, total = [], torch.ones(1)
+while rank == 2 and not os.path.exists("made"):  # its control thread registers the pair
+    time.sleep(0.01)
+try:
+    hvd.barrier()
+except AbortedError as error:
+    raised.append(error.rank)
+if rank < 2:
+    dist.all_reduce(total, group=dist.new_group([0, 1], use_local_synchronization=True))
+    open("made", "w").close()
+hvd.barrier()
+raised, total.item()
+"""
+
+
+def test_a_rank_that_others_ask_for_a_group_still_raises_the_loss(
+    start_pool: StartPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = start_pool(4).run(ASKS)
+    assert results.errors == {}
+    assert [results[rank] for rank in range(3)] == [([3], 2.0), ([3], 2.0), ([3], 1.0)]
 
 
 NEW_PAIR = """

@@ -194,25 +194,25 @@ if hvd.rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 while hvd.size() == 3:
     time.sleep(0.01)
-told = []
+raised = []
 for _ in range(2):
     try:
         total = float(hvd.allreduce(np.ones({count}, np.float32), name="x", op=hvd.Sum)[0])
     except AbortedError as error:
-        told.append(str(error))
+        raised.append(str(error))
 """
 
 
 @pytest.mark.parametrize("count", [1, 100_000, 1_000_000], ids=["on the board", "on the plane", "large"])
-def test_the_death_of_a_rank_is_told_by_the_next_collective_if_none_was_under_way(
+def test_the_next_collective_raises_the_death_of_a_rank_if_none_was_under_way(
     start_pool: StartPool, count: int
 ) -> None:
     pool = start_pool(3)
     results = pool.run(LOSES_A_RANK_BETWEEN_COLLECTIVES.format(count=count))
     assert results.deaths.keys() == {1}
     assert values(pool, "total") == [2.0, 2.0]
-    assert values(pool, "len(told)") == [1, 1]
-    assert values(pool, "'rank 1 died: ' in told[0]") == [True, True]
+    assert values(pool, "len(raised)") == [1, 1]
+    assert values(pool, "'rank 1 died: ' in raised[0]") == [True, True]
     assert values(pool, "float(hvd.allreduce(np.ones(1), name='next', op=hvd.Sum)[0])") == [2.0, 2.0]
 
 

@@ -86,7 +86,7 @@ def test_the_group_works_again_after_an_abort(how: str) -> None:
     kind = CauseKind.RANK_DIED if how == "kill" else CauseKind.INTERRUPTED
     assert all(isinstance(o, AbortedError) and o.cause.kind is kind for o in aborted)
     again = [
-        simulation.submit_knowingly(me.rank, partial(allreduce, "x")) for me in simulation.ranks if me.alive
+        simulation.submit_after_loss(me.rank, partial(allreduce, "x")) for me in simulation.ranks if me.alive
     ]
     simulation.run()
     simulation.check()
@@ -253,7 +253,7 @@ def test_every_handle_ends_whatever_happens(seed: int, size: int, count: int) ->
         simulation.run()
     simulation.check()
     final = [
-        simulation.submit_knowingly(me.rank, partial(allreduce, "final"))
+        simulation.submit_after_loss(me.rank, partial(allreduce, "final"))
         for me in simulation.ranks
         if me.alive
     ]

@@ -27,7 +27,7 @@ def pool(size: int, seed: int) -> Simulation:
 
 
 def works(simulation: Simulation, *ranks: int) -> None:
-    entries = [simulation.submit_knowingly(rank, partial(allreduce, "again")) for rank in ranks]
+    entries = [simulation.submit_after_loss(rank, partial(allreduce, "again")) for rank in ranks]
     simulation.run()
     assert all(isinstance(e, SimEntry) and isinstance(e.outcome, tuple) for e in entries), entries
     simulation.check_order()

@@ -1,4 +1,4 @@
-"""A rank whose process set loses a member: its program is told once, also if nothing was pending. No coordinator, no process."""
+"""Loss of a member of a process set: the other ranks' programs raise it once, also if nothing was pending. No coordinator, no process."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_pending_raises_it_and_nothing_after_that() -> None:
     state.submit(entry("c"))
 
 
-def test_an_entry_of_an_interrupted_program_tells_it_nothing() -> None:
+def test_an_entry_that_an_interrupted_program_has_given_up_does_not_count() -> None:
     """It has given the entry up, caught its interrupt, and goes on."""
     state = member()
     state.submit(entry("a"))
@@ -129,7 +129,7 @@ def test_a_submission_of_hvdlab_s_own_leaves_the_loss_to_the_program() -> None:
     assert raised(state, "a").cause.kind is CauseKind.RANK_DIED
 
 
-def test_a_program_that_knows_is_not_told() -> None:
+def test_a_program_that_has_acknowledged_a_loss_does_not_raise_it() -> None:
     state = member()
     state.handle(DIED, 0)
     state.acknowledge_losses()
@@ -159,7 +159,7 @@ def test_elastic_training_handles_losses_by_itself() -> None:
     state.submit(entry("c"))
 
 
-def test_each_process_set_tells_of_its_own_loss() -> None:
+def test_each_process_set_raises_its_own_loss() -> None:
     state = member()
     state.handle(configure(1, 0, 1, process_set=1), 0)
     state.handle(DIED, 0)
@@ -192,7 +192,7 @@ def test_a_successor_of_the_coordinator_begins_without_some() -> None:
     state.submit(entry("b"))
 
 
-def test_a_successor_tells_only_of_losses_that_are_not_known() -> None:
+def test_a_successor_causes_errors_only_for_losses_that_were_not_raised() -> None:
     state = member()
     state.submit(entry("a"))
     state.handle(DIED, 0)

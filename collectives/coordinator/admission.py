@@ -274,8 +274,17 @@ class Admission:
         # A script's rank that has shut down and comes back waits for the others to do the same.
         if any(not membership.ranks[rank].tracked for rank in stay):
             new = [rank for rank in new if rank not in membership.returning]
+        if membership.kept and self._elastic.spares(stay, new) >= len(membership.kept | membership.leaving):
+            membership.release(tuple(membership.kept))
         going = membership.leaving.intersection(stay)
         change = self._elastic.consider(stay, new, len(going))
+        if going and change is WorldChange.LATER and self._elastic.training.isdisjoint(stay):
+            # All have stopped, and too few would be left. Without some of those that were to leave none could go on, for as long as no other comes.
+            staying = sorted(going)[: max(0, len(going) - self._elastic.spares(stay, new))]
+            if self._elastic.consider(stay, new, len(going) - len(staying)) is WorldChange.NOW:
+                membership.keep(staying)
+                going = going.difference(staying)
+                change = WorldChange.NOW
         if going and change is not WorldChange.LATER:
             yield from self._remove_released(going)
             stay = [rank for rank in stay if rank not in going]
@@ -374,9 +383,11 @@ class ElasticRanks:
         training: Ranks in the middle of training.
         ready: Ranks that have regrouped, with their messages.
         finished: Ranks of scripts whose training has ended.
+        least: How many ranks training needs, as those have said that regrouped last; 0 before.
     """
 
     def __init__(self) -> None:
+        self.least = 0
         self.training: set[int] = set()
         self.ready: dict[int, m.Regroup] = {}
         self.finished: set[int] = set()
@@ -406,7 +417,12 @@ class ElasticRanks:
         wanted = [self.ready[rank].at_least for rank in stay or new if rank in self.ready]
         if not wanted:
             return WorldChange.FREE if self.finished.isdisjoint(stay) else WorldChange.LATER
+        self.least = max(wanted)
         return WorldChange.NOW if len(stay) + len(new) - leaving >= max(wanted) else WorldChange.LATER
+
+    def spares(self, stay: Sequence[int], new: Sequence[int]) -> int:
+        """Return how many of the ranks that would be there are more than training needs; negative if there are too few."""
+        return len(stay) + len(new) - self.least
 
     def resume(self) -> list[tuple[int, int]]:
         """Return all ranks that have regrouped, with their tickets; they are in training again from now on."""

@@ -89,6 +89,7 @@ class MembershipTable:
         hosts: Number of living ranks, by host.
         versions: The versions of the living ranks.
         leaving: Ranks of the world that are released where elastic training lets it change.
+        kept: Those that were released and stay for the time being, since too few would be left to train.
         changed: Whether the membership has changed since clients got it last.
         formed: Whether a generation of the world has begun since clients got the membership last; its members know of it.
         urgent: Whether ranks have to get the membership without delay.
@@ -107,6 +108,7 @@ class MembershipTable:
         self.hosts: Counter[str] = Counter()
         self.versions = AgreedVersions()
         self.leaving: set[int] = set()
+        self.kept: set[int] = set()
         self.changed = False
         self.formed = False
         self.urgent = False
@@ -146,7 +148,7 @@ class MembershipTable:
     def add(self, peer: int, rank: int, hello: Hello, now: float) -> RankPeer:
         # The number belongs to another process now, whose end is a death unless that process sends Bye itself.
         self._left.pop(rank, None)
-        self.leaving.discard(rank)
+        self._withdraw_release(rank)
         newcomer = self.ranks[rank] = RankPeer(peer, rank, hello, now + self._wall_offset)
         self.hosts[hello.host] += 1
         self.versions.add(hello.versions)
@@ -181,6 +183,7 @@ class MembershipTable:
         self.awaited = {rank for rank in self.expected if rank not in self.ranks}
         self.returning.intersection_update(self.expected)
         self.leaving.intersection_update(self.expected)
+        self.kept.intersection_update(self.expected)
         for rank in [rank for rank in self.deaths if rank not in self.expected]:
             del self.deaths[rank]
             self._unexplained.pop(rank, None)
@@ -225,7 +228,7 @@ class MembershipTable:
         text = f"rank {gone.rank} (pid {gone.pid}) is dead: {reason}"
         yield Log(text, warning=False, decision=entry.number)
         self._remove(gone)
-        self.leaving.discard(gone.rank)
+        self._withdraw_release(gone.rank)
         self.record_death(
             gone.rank, gone.pid, reason, now, explained=explained, admitted=gone.admitted, since=since
         )
@@ -244,7 +247,7 @@ class MembershipTable:
 
     def _leave(self, gone: RankPeer) -> None:
         self._remove(gone)
-        self.leaving.discard(gone.rank)
+        self._withdraw_release(gone.rank)
         self._left[gone.rank] = gone.pid
         if not gone.tracked and self.expected is not None and gone.rank in self.expected:
             self.returning.add(gone.rank)
@@ -337,7 +340,19 @@ class MembershipTable:
     def release(self, ranks: Iterable[int]) -> None:
         """Release these ranks where elastic training lets the world change."""
         self.leaving.update(ranks)
+        self.kept.difference_update(ranks)
         self.changed = self.urgent = True
+
+    def keep(self, ranks: Iterable[int]) -> None:
+        """Let released ranks stay for the time being, until :meth:`release` lets them go after all."""
+        self.leaving.difference_update(ranks)
+        self.kept.update(ranks)
+        self.changed = self.urgent = True
+
+    def _withdraw_release(self, rank: int) -> None:
+        """Forget that a rank was released: its process is gone, or another one has its number."""
+        self.leaving.discard(rank)
+        self.kept.discard(rank)
 
     @property
     def has_news(self) -> bool:
@@ -373,6 +388,7 @@ class MembershipTable:
             assert self.awaited <= set(self.expected)
             assert self.deaths.keys() <= set(self.expected)
         assert not self.awaited & self.ranks.keys()
-        assert self.leaving <= self.ranks.keys()
+        assert self.leaving | self.kept <= self.ranks.keys()
+        assert not self.leaving & self.kept
         assert self.hosts == Counter(peer.member.host for peer in self.ranks.values())
         assert self._unexplained.keys() <= self.deaths.keys()

@@ -304,13 +304,37 @@ def test_one_comes_and_another_leaves_at_the_same_commit() -> None:
     assert all_of(sim.ranks[0], m.Leave)
 
 
-def test_ranks_that_are_needed_are_not_let_go() -> None:
+def test_ranks_that_are_needed_train_on_until_others_have_come() -> None:
+    sim = training()
+    sim.client_says(m.Release((0, 1)))
+    sim.drain()
+    regroup(sim, 0, 1, 2, at_least=2)
+    assert all_of(sim.ranks[1], m.Leave)  # one can be spared
+    assert not all_of(sim.ranks[0], m.Leave)
+    assert [len(all_of(sim.ranks[rank], m.Regrouped)) for rank in (0, 2)] == [1, 1]
+    assert world_of(sim, 0) == world_of(sim, 2) == (0, 2)
+    assert all_of(sim.ranks[2], m.World)[-1].leaving == ()  # or they would stop at each commit
+    sim.client_says(m.Expect((0, 2, 3)))
+    new = sim.connect(3)
+    sim.drain()
+    assert (all_of(sim.ranks[2], m.World)[-1].leaving, all_of(sim.ranks[2], m.World)[-1].waiting) == (
+        (0,),
+        (3,),
+    )
+    regroup(sim, 0, 2, at_least=2, ticket=2)
+    assert all_of(sim.ranks[0], m.Leave)
+    assert world_of(sim, 2) == new.sets[0].ranks == (2, 3)
+
+
+def test_one_that_is_needed_and_dies_is_lost_like_any_other() -> None:
     sim = training()
     sim.client_says(m.Release((0,)))
     sim.drain()
     regroup(sim, 0, 1, 2, at_least=3)
-    assert not all_of(sim.ranks[0], m.Leave)
-    assert not all_of(sim.ranks[1], m.Regrouped)
+    assert sim.state.membership.kept == {0}
+    sim.kill(0)
+    assert sim.state.membership.deaths.keys() == {0}
+    assert not sim.state.membership.kept
 
 
 def test_without_training_ranks_are_let_go_at_once() -> None:

@@ -700,6 +700,7 @@ class Client:
             message.formed,
             message.leaving,
             message.restoring,
+            message.kept,
         )
         with self._changed:
             self._membership = membership

@@ -167,6 +167,7 @@ class Membership:
         waiting: Members that elastic training has to let in.
         formed: Ranks that this generation of the world is made of; empty until it has begun.
         leaving: Members that were released, and leave where elastic training lets the world change.
+        kept: Members that were released and stay for the time being, since too few would be left to train.
         restoring: Whether a coordinator's successor still waits for ranks: until it has heard them, it does not know which ranks of the
             world live or leave.
     """
@@ -179,6 +180,7 @@ class Membership:
     formed: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
     restoring: bool = False
+    kept: tuple[int, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -329,6 +329,7 @@ class MembershipTable:
             leaving,
             formed,
             training=training,
+            kept=tuple(sorted(self.kept)),
         )
 
     def set_waiting(self, ranks: tuple[int, ...]) -> None:

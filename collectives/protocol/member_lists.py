@@ -169,6 +169,7 @@ def _each_list(
             waiting=ranks(message.waiting),
             leaving=ranks(message.leaving),
             formed=ranks(message.formed),
+            kept=ranks(message.kept),
         )
     if isinstance(message, Abort):
         pending = tuple([_each_list_of(sites(collective), ranks) for collective in message.pending])

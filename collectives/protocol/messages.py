@@ -730,6 +730,8 @@ class World(Message, frozen=True):
     """As ``listed`` of :class:`Configure`."""
     training: bool = False
     """Whether ranks are in elastic training: a rank then does not wait for the world to be complete; others are let in later."""
+    kept: tuple[int, ...] = ()
+    """Ranks in the world that were released and stay for the time being, since too few would be left to train."""
 
 
 class Regrouped(Message, frozen=True):

@@ -78,6 +78,14 @@ class RankReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class RankKept:
+    """Event: the coordinator keeps a released rank in training, since too few would be left, or does so no more."""
+
+    rank: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Reported:
     """Event: an uncaught exception ends a rank's program.
 
@@ -143,6 +151,7 @@ Event = (
     | Formed
     | RankDisconnected
     | RankReturned
+    | RankKept
     | Reported
     | Stopped
     | CoordinatorLost

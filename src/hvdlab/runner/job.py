@@ -342,9 +342,7 @@ class JobRun:
             case e.Finish(code):
                 self._finished = True
                 self._done.code = code
-                self._done.left = {
-                    rank for rank, its in enumerate(self._supervisor.ranks) if its.releasing or its.abandoned
-                }
+                self._done.left = self._supervisor.left
                 self._done.results = {rank: bytes(data) for rank, data in self._results.items()}
             case e.RestartRank(rank):
                 self._respawn(rank)
@@ -511,6 +509,8 @@ class EventQueue:
         self._back: set[int] = set()
         #: Newcomers that wait to be let in, with their processes.
         self._arrived: set[tuple[int, int]] = set()
+        #: Released ranks that the coordinator keeps in training, with their processes.
+        self._kept: set[tuple[int, int]] = set()
 
     def post(self, event: QueuedEvent) -> None:
         """Queue an event, from another thread or a signal handler. The loop can ignore events after :meth:`stop`."""
@@ -594,6 +594,12 @@ class EventQueue:
         for rank, _ in sorted(arrived - self._arrived):
             self.post(e.RankArrived(rank))
         self._arrived = arrived
+        # One that is not there any more was kept to its end: the program may have ended on it.
+        kept = {(rank, pid) for rank, pid in members.items() if rank in membership.kept}
+        kept |= self._kept - members.items()
+        for rank, pid in sorted(kept ^ self._kept):
+            self.post(e.RankKept(rank, (rank, pid) in kept))
+        self._kept = kept
 
     def _on_returned(self, rank: int, pid: int, seconds: float) -> None:
         self._back.add(rank)

@@ -151,7 +151,9 @@ class SupervisedRank:
     abandoned: bool = False
     """Whether it did not start or join in time: the others go on without it, and its process, if it gets or has one, is killed."""
     releasing: bool = False
-    """Whether it leaves with its host."""
+    """Whether it leaves with its host, at the next commit."""
+    kept: bool = False
+    """Whether the coordinator keeps it in training all the same, since too few would be left."""
     release_deadline: float | None = None
     """When it is ended if it leaves and has not joined by then; and when it is killed if it has not ended either."""
     ended: bool = False
@@ -220,6 +222,15 @@ class Supervisor:
         return tuple(rank for rank in self.living if not self.ranks[rank].abandoned)
 
     @property
+    def left(self) -> set[int]:
+        """Return the ranks that were released or given up, without those on which the program has ended all the same."""
+        return {
+            rank
+            for rank, state in enumerate(self.ranks)
+            if (state.releasing or state.abandoned) and not self._has_finished(state)
+        }
+
+    @property
     def deadline(self) -> float | None:
         """Return when :class:`~hvdlab.runner.events.JobTick` is due, or ``None``."""
         if self.phase is JobPhase.DONE:
@@ -261,6 +272,8 @@ class Supervisor:
                 self.ranks[rank].left_at = self._events
             case e.RankReturned(rank, seconds):
                 self._returned(rank, seconds)
+            case e.RankKept(rank, kept):
+                self.ranks[rank].kept = kept
             case e.Reported(rank):
                 self._reported(rank, event, now)
             case e.Stopped(number):
@@ -359,7 +372,7 @@ class Supervisor:
         self._effects.append(
             e.ReportRankDeath(rank, str(outcome) if not outcome.ok else "its program has ended")
         )
-        if state.releasing and self.phase is JobPhase.RUNNING:
+        if state.releasing and self.phase is JobPhase.RUNNING and not self._has_finished(state):
             self._effects += [
                 e.Notice(f"rank {rank} has left {state.host}"),
                 e.SetExpectedRanks(self.expected),
@@ -544,7 +557,8 @@ class Supervisor:
         placed = {rank: self.ranks[rank].host for rank in self.living}
         # Those that were given up keep their numbers and slots until their processes have ended, but count no more.
         leaving = [rank for rank in placed if self.ranks[rank].releasing or self.ranks[rank].abandoned]
-        plan = changes(self._hosts.usable, self._hosts.aside, placed, leaving, least, growth.most)
+        joined = [rank for rank in placed if self.ranks[rank].joined]
+        plan = changes(self._hosts, placed, leaving, joined, least, growth.most)
         if plan.start:
             self._start_on(plan.start, now)
         # After the first start: a rank that `_start_on` starts later counts as restarted, and those of the beginning must not.
@@ -679,7 +693,7 @@ class Supervisor:
     def _has_finished(state: SupervisedRank) -> bool:
         """Return whether the program has ended on a rank that neither left nor was given up."""
         ended = state.outcome is not None and state.outcome.ok
-        return ended and not (state.releasing or state.abandoned)
+        return ended and not (state.abandoned or (state.releasing and not state.kept))
 
     def _end_late(self) -> None:
         """End the ranks that have still to come (back), once the program has ended on a rank: they could not take part any more."""
@@ -869,10 +883,10 @@ class Changes:
 
 
 def changes(
-    usable: Mapping[str, int],
-    aside: Collection[str],
+    hosts: e.Hosts,
     placed: Mapping[int, str],
     leaving: Collection[int],
+    joined: Collection[int],
     least: int,
     most: int,
 ) -> Changes:
@@ -880,13 +894,14 @@ def changes(
 
     A rank that runs is never moved: it would lose its memory. New ranks get the lowest numbers that are free. Ranks of
     hosts that are gone stay as long as fewer than ``least`` would be left: the source of hosts may be wrong, and if it is
-    not, the job survives their loss like any other.
+    not, the job survives their loss like any other. Ranks that have joined stay until as many others have: those that
+    were only started may never come.
 
     Args:
-        usable: Slots of the hosts on which ranks may be started.
-        aside: Hosts that are there, but have failed: no rank is started there, and none released.
+        hosts: Slots of the hosts on which ranks may be started, and the hosts that are put aside, where none is released either.
         placed: Host of each rank that lives, or is being started.
         leaving: Those of them that were released already.
+        joined: Those of them that take part in the job.
         least, most: How many ranks the job needs, and may have.
     """
     staying = {rank: host for rank, host in placed.items() if rank not in leaving}
@@ -894,15 +909,21 @@ def changes(
     for rank in sorted(staying):
         by_host.setdefault(staying[rank], []).append(rank)
     surplus = [
-        rank for host, ranks in by_host.items() if host not in aside for rank in ranks[usable.get(host, 0) :]
+        rank
+        for host, ranks in by_host.items()
+        if host not in hosts.aside
+        for rank in ranks[hosts.usable.get(host, 0) :]
     ]
     spare = max(0, len(staying) - least)
-    release = tuple(sorted(sorted(surplus, reverse=True)[:spare]))
+    spare_joined = max(0, sum(rank in joined for rank in staying) - least)
+    highest_first = sorted(surplus, reverse=True)
+    kept = [rank for rank in highest_first if rank in joined][spare_joined:]
+    release = tuple(sorted([rank for rank in highest_first if rank not in kept][:spare]))
     # With the ranks that leave: until their processes have ended they occupy their slots, and their numbers are not free.
     taken, start = Counter(placed.values()), dict[int, str]()
     room = most - (len(staying) - len(release))
     number = 0
-    for host, slots in usable.items():
+    for host, slots in hosts.usable.items():
         for _ in range(min(slots - taken[host], room - len(start))):
             while number in placed or number in start:
                 number += 1

@@ -197,7 +197,13 @@ class ElasticSchedule:
     def _world_told(self, world: m.World) -> None:
         if not world.restoring:
             told = Membership(
-                world.expected, world.members, world.deaths, world.generation, world.waiting, world.formed
+                world.expected,
+                world.members,
+                world.deaths,
+                world.generation,
+                world.waiting,
+                world.formed,
+                kept=world.kept,
             )
             self.run_._events._on_membership(told)
 

@@ -95,3 +95,21 @@ def test_a_rank_that_was_cut_off_has_joined_once_it_is_in_the_world_again(queue:
     assert list(queue.take()) == [e.RankReturned(1, 45.0)]
     queue._on_membership(Membership((0, 1), both, (), 3, (), (0, 1)))
     assert list(queue.take()) == [e.Connected(1)]
+
+
+def test_a_rank_that_is_kept_to_its_end_stays_so(queue: EventQueue) -> None:
+    two = tuple(m.Member(rank, "host", 100 + rank) for rank in range(2))
+
+    def change(members: tuple[m.Member, ...], *kept: int) -> list[object]:
+        queue._on_membership(Membership((0, 1), members, (), 1, (), (0, 1), kept=kept))
+        return list(queue.take())
+
+    change(two)
+    assert change(two, 0, 1) == [e.RankKept(0, True), e.RankKept(1, True)]
+    assert change(two, 0, 1) == []
+    assert change(two, 0) == [e.RankKept(1, False)]
+    assert change(two[1:]) == [e.RankDisconnected(0)]
+    other = (m.Member(0, "host", 200), two[1])
+    assert change(other) == [e.Connected(0)], "another process has its number"
+    assert change(other, 0) == [e.RankKept(0, True)]
+    assert change(other) == [e.RankKept(0, False)]

@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,16 +19,27 @@ SLOTS = st.dictionaries(st.sampled_from(HOSTS), st.integers(1, 3))
 
 
 def test_hosts_are_filled_and_emptied() -> None:
-    plan = changes({"a": 2, "b": 2}, (), {}, (), 1, 3)
-    assert plan == Changes({0: "a", 1: "a", 2: "b"}, ())
+    two = e.Hosts({"a": 2, "b": 2})
+    assert changes(two, {}, (), (), 1, 3) == Changes({0: "a", 1: "a", 2: "b"}, ())
     # The lowest free number comes back, on any host with room; running ranks are not moved.
-    assert changes({"a": 2, "b": 2}, (), {0: "a", 2: "b"}, (), 1, 3) == Changes({1: "a"}, ())
-    assert changes({"b": 2}, (), {0: "a", 1: "a", 2: "b"}, (), 1, 9) == Changes({3: "b"}, (0, 1))
-    assert changes({}, ("a",), {0: "a"}, (), 1, 9) == Changes({}, ())
+    assert changes(two, {0: "a", 2: "b"}, (), (0, 2), 1, 3) == Changes({1: "a"}, ())
+    three = {0: "a", 1: "a", 2: "b"}
+    assert changes(e.Hosts({"b": 2}), three, (), (0, 1, 2), 1, 9) == Changes({3: "b"}, (0, 1))
+    assert changes(e.Hosts({}, frozenset("a")), {0: "a"}, (), (0,), 1, 9) == Changes({}, ())
     # As many stay as the job needs, those that came first.
-    assert changes({}, (), {0: "a", 1: "a", 2: "b"}, (), 2, 9) == Changes({}, (2,))
+    assert changes(e.Hosts({}), three, (), (0, 1, 2), 2, 9) == Changes({}, (2,))
     # One that leaves still has its slot.
-    assert changes({"a": 1}, (), {0: "a"}, (0,), 1, 9) == Changes({}, ())
+    assert changes(e.Hosts({"a": 1}), {0: "a"}, (0,), (0,), 1, 9) == Changes({}, ())
+
+
+def test_ranks_that_have_joined_stay_until_as_many_others_have() -> None:
+    placed = {0: "a", 1: "a", 2: "b", 3: "b"}
+    only_b = e.Hosts({"b": 2})
+    assert changes(only_b, placed, (), (0, 1), 2, 4) == Changes({}, ())
+    assert changes(only_b, placed, (), (0, 1, 2), 2, 4) == Changes({}, (1,))
+    assert changes(only_b, placed, (1,), (0, 1, 2, 3), 2, 4) == Changes({}, (0,))
+    # One that has not joined itself is no loss.
+    assert changes(only_b, placed, (), (0,), 2, 4) == Changes({}, (1,))
 
 
 @settings(max_examples=300, deadline=None)
@@ -35,6 +47,7 @@ def test_hosts_are_filled_and_emptied() -> None:
     SLOTS,
     st.sets(st.sampled_from(HOSTS)),
     st.dictionaries(st.integers(0, 8), st.sampled_from(HOSTS)),
+    st.sets(st.integers(0, 8)),
     st.sets(st.integers(0, 8)),
     st.integers(1, 4),
     st.integers(0, 6),
@@ -44,12 +57,15 @@ def test_plans(
     bad: set[str],
     placed: Mapping[int, str],
     going: set[int],
+    there: set[int],
     least: int,
     more: int,
 ) -> None:
     usable = {host: number for host, number in slots.items() if host not in bad}
+    hosts = e.Hosts(usable, frozenset(bad))
     leaving = [rank for rank in placed if rank in going]
-    plan = changes(usable, bad, placed, leaving, least, least + more)
+    joined = [rank for rank in placed if rank in there]
+    plan = changes(hosts, placed, leaving, joined, least, least + more)
     assert not plan.start.keys() & placed.keys()
     assert set(plan.release) <= placed.keys() - set(leaving)
     assert not [rank for rank in plan.release if placed[rank] in bad]
@@ -59,10 +75,12 @@ def test_plans(
     assert staying >= min(least, len(placed) - len(leaving))
     if plan.start:
         assert staying + len(plan.start) <= least + more
+    before = set(joined) - set(leaving)
+    assert len(before - set(plan.release)) >= min(least, len(before))
     now = dict(placed)
     for _ in range(3):  # when others have come in their place, more may leave, and so on
         now, leaving = {**now, **plan.start}, [*leaving, *plan.release]
-        plan = changes(usable, bad, now, leaving, least, least + more)
+        plan = changes(hosts, now, leaving, list(now), least, least + more)
     assert plan == Changes({}, ())
 
 
@@ -141,6 +159,39 @@ def test_a_rank_that_leaves_is_no_failure_and_the_job_ends_well() -> None:
     assert job.machine.failed is None
 
 
+def test_the_program_can_end_on_a_released_rank_that_the_coordinator_has_kept() -> None:
+    job = Job(least=1)
+    job.hosts(a=1)
+    job.come(0)
+    job.hosts(b=1)
+    job.come(1)
+    assert job.told == [0]
+    job.end(1, ExitStatus(1))  # before the commit at which rank 0 would have left
+    assert job.running == {0: "a", 1: "b"}
+    assert job.machine.left == {0}
+    job(e.RankKept(0, True))
+    done = job.end(0)  # its training has ended
+    assert job.machine.left == set()
+    assert e.SendSignal((1,), signal.SIGTERM) in done  # it would begin from the start, alone
+    job.end(1, ExitStatus(0, signal.SIGTERM))
+    assert job.code == 0
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_released_rank_that_fails_or_is_kept_no_more_has_left(kept: bool) -> None:
+    job = Job(least=1, resets=0)
+    job.hosts(a=1)
+    job.come(0)
+    job.hosts(b=1)
+    job(e.RankKept(0, True))
+    job.come(1)
+    job(e.RankKept(0, kept))
+    job.end(0, ExitStatus(1 if kept else 0))
+    assert job.said[-1] == "rank 0 has left a"
+    job.end(1)
+    assert job.code == 0
+
+
 def test_one_that_has_not_joined_is_ended_when_its_host_is_gone() -> None:
     job = Job()
     job.hosts(a=1, b=1)
@@ -166,7 +217,7 @@ def test_one_that_comes_when_its_host_is_gone_is_let_go_again_before_the_others_
     job.hosts(a=1, b=2)
     job.come(0, 1)
     job.hosts(a=1)
-    expected_again = job.end(1, ExitStatus(0))
+    expected_again = job.end(1)
     assert e.SetExpectedRanks((0, 2)) in expected_again
     assert job(e.RankArrived(2)) == [e.ReleaseRanks((2,))]
     assert job(e.RankArrived(0)) == []

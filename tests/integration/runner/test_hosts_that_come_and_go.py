@@ -20,7 +20,7 @@ SHELL = """\
 #!/bin/sh
 host=$1; shift
 [ "$host" = hangs ] && exec sleep 1000
-[ -e "refuses-$host" ] && { echo "no route to $host" >&2; exit 255; }
+[ -e "refuses-$host" ] && { echo "no route to $host" >&2; touch "refused-$host"; exit 255; }
 echo $$ >"shell-$host"
 exec sh -c "$*"
 """
@@ -43,7 +43,8 @@ SCRIPT = """
             assert total.item() == hvd.size()
             state.batch += 1
             wanted, hosts = steps[state.step]
-            if hvd.size() == int(wanted):
+            mended = [word[5:] for word in hosts.split("+") if word.startswith("mend:")]
+            if hvd.size() == int(wanted) and all(os.path.exists("refused-" + host) for host in mended):
                 if first:
                     print("batch", state.batch, "with", hvd.size(), flush=True)
                     for word in hosts.split("+"):
@@ -127,6 +128,27 @@ def test_a_host_that_is_lost_is_survived_and_comes_back(elastic: Elastic) -> Non
     assert [line for line in ran.launcher if line.startswith("b is put aside for 2 s: ")], ran.err
     assert "b is tried again" in ran.launcher
     assert "starting rank 1 on b" in ran.launcher
+    assert ran.of(0)[-1] == "done 0 1"
+
+
+def test_a_rank_trains_on_while_the_host_in_place_of_its_own_refuses(
+    elastic: Elastic, tmp_path: Path
+) -> None:
+    (tmp_path / "refuses-b").touch()
+    ran = elastic("a", "1=b", "1=mend:b", "2=b", flags=("--blacklist-cooldown-range", "1", "2"))
+    assert ran.code == 0, ran.err
+    assert [line for line in ran.launcher if line.startswith("b is put aside for 1 s: ")], ran.err
+    assert [line for line in ran.of(0) if line.endswith("with 2")], (
+        ran.err
+    )  # it was there until the other had come
+    assert ran.of(1)[-1].startswith("done"), ran.err
+
+
+def test_the_program_ends_on_a_rank_whose_host_is_gone_and_whose_substitute_is_lost(elastic: Elastic) -> None:
+    ran = elastic("a", "1=b", "2=kill:b", "1=b")
+    assert ran.code == 0, ran.err
+    assert "rank 1" in "".join(ran.launcher)
+    assert [line for line in ran.launcher if line.startswith("b is put aside")], ran.err
     assert ran.of(0)[-1] == "done 0 1"
 
 

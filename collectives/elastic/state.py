@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import IntFlag
 from typing import Any, Protocol
 
@@ -234,12 +234,14 @@ class Standing:
         lineage: Generation of the world in which the training began that the state comes from (:class:`Lineage`).
         saves: Count of saves (:data:`ATTEMPT`).
         commits: Commits since that beginning.
+        number: The rank, as its script numbers it.
     """
 
     rank: int
     lineage: int
     saves: int
     commits: int
+    number: int
 
     @property
     def begun(self) -> bool:
@@ -330,20 +332,20 @@ def elect(saves: int, commits: int) -> Election:
         The result. Without other ranks, this one is the source.
     """
     if not context.is_initialized():
-        own = Standing(0, BEFORE_THE_JOB, saves, commits)
+        own = Standing(0, BEFORE_THE_JOB, saves, commits, 0)
         return _election([own], own, None)
     engine = context.engine()
     job = engine.settings.coordinator
     assert job is not None
     lineage = process_lineage.number(job, engine.processes()[0], begun=saves >= ATTEMPT)
-    # Not as scripts number them: ranks that are let go before training has begun may change these numbers on the way.
-    own = Standing(engine.rank, lineage, saves, commits)
+    # The source is named by the core's number: ranks that are let go before training has begun may change the other one on the way.
+    own = Standing(engine.rank, lineage, saves, commits, context.shown_number(engine.rank))
     if engine.size == 1:
         return _election([own], own, job)
     # Gathered, since the world can change in order on the way: nothing here depends on its size.
-    mine = np.array([[own.rank, own.lineage, own.saves, own.commits]], dtype=np.int64)
+    mine = np.array([astuple(own)], dtype=np.int64)
     rows = _run(Request(OpKind.ALLGATHER, "elastic.root", mine, dtype=DType.I64))
-    return _election([Standing(*row) for row in rows.reshape(-1, 4).tolist()], own, job)
+    return _election([Standing(*row) for row in rows.reshape(-1, len(mine[0])).tolist()], own, job)
 
 
 def _election(every: Sequence[Standing], own: Standing, job: str | None) -> Election:
@@ -357,9 +359,10 @@ def _election(every: Sequence[Standing], own: Standing, job: str | None) -> Elec
 def ahead(every: Sequence[Standing]) -> Standing:
     """Return the rank whose state all go on from.
 
-    Within a lineage that is, of those that restarted last, the rank that saved most often; among several, the one that was started with the
-    lowest number. After a failure that hit ranks at different points, one of them may have committed once more than the
-    others. A newcomer has not begun, so its state is never chosen if another has: that would undo the others' training.
+    Within a lineage that is, of those that restarted last, the rank that saved most often; among several, the one that its script knows by
+    the lowest number: where training begins, perhaps only the script's rank 0 has loaded a checkpoint. After a failure that hit ranks at
+    different points, one of them may have committed once more than the others. A newcomer has not begun, so its state is never chosen if
+    another has: that would undo the others' training.
 
     There are several lineages if all ranks that could be reached were lost, newcomers began from nothing, and one that was only
     cut off is back with its memory. Then training continues from the oldest lineage with a commit. A commit lasts
@@ -370,7 +373,7 @@ def ahead(every: Sequence[Standing]) -> Standing:
     """
     begun = [standing for standing in every if standing.begun]
     fronts: dict[int, Standing] = {}
-    for standing in sorted(begun or every, key=lambda one: (one.saves, -one.rank)):
+    for standing in sorted(begun or every, key=lambda one: (one.saves, -one.number, -one.rank)):
         # Of states that training has not begun with, none is older than another.
         fronts[standing.lineage if begun else 0] = standing
     return min(fronts.values(), key=lambda one: (one.commits == 0, one.lineage))

@@ -155,3 +155,34 @@ def test_a_model_is_wrapped_in_ddp_again_whatever_rank_was_lost(launcher: Launch
         "numbers True [0.0, 1.0, 2.0] [1.0, 2.0, 0.0]",
         "done 1",
     ]
+
+
+def test_training_begins_with_the_checkpoint_that_rank_0_has_loaded(launcher: Launcher) -> None:
+    """Whatever number that rank was started with: the first rank 0 is lost before training begins."""
+    script = """
+        import os, signal, time
+        import torch
+        import hvdlab.torch as hvd
+
+        hvd.init()
+        born = int(os.environ["HVDLAB_RANK"])
+        if born == 0 and not os.path.exists("died"):
+            open("died", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        while born == 1 and hvd.rank() != 0:
+            time.sleep(0.01)
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, 5.0 if hvd.rank() == 0 else 0.0)
+        while hvd.size() < 2:
+            time.sleep(0.01)
+
+        @hvd.elastic.run
+        def train(state):
+            print("numbers", hvd.rank(), hvd.size(), "epoch", state.epoch, "weight", model.weight.item(), flush=True)
+
+        train(hvd.elastic.TorchState(model, epoch=7 if hvd.rank() == 0 else 0))
+    """
+    ran = launcher.python(2, script, flags=("--min-np", "1"))
+    assert ran.code == 0, ran.err
+    assert ran.of(0) == ["numbers 1 2 epoch 7 weight 5.0"], ran.err
+    assert ran.of(1) == ["numbers 0 2 epoch 7 weight 5.0"], ran.err

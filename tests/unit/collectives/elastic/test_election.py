@@ -21,6 +21,7 @@ from hvdlab.collectives.elastic.state import (
     next_attempt,
 )
 from hvdlab.collectives.protocol.messages import MOST_RANKS
+from hvdlab.collectives.settings import CONSECUTIVE
 
 JOB, OTHER_JOB = "unix:/job", "unix:/other"
 
@@ -41,9 +42,9 @@ def of_lineage(began: int, saves: int = ATTEMPT, commits: int = 0, *, job: str =
 
 
 def elections(
-    ranks: dict[int, Rank], monkeypatch: pytest.MonkeyPatch, generation: int = 9
+    ranks: dict[int, Rank], monkeypatch: pytest.MonkeyPatch, generation: int = 9, numbers: str = "stable"
 ) -> dict[int, Election]:
-    """Return each rank's result, in a world of this generation."""
+    """Return each rank's result, in a world of this generation. By seniority the ranks are in the order given."""
     monkeypatch.setattr(context, "is_initialized", lambda: True)
     sent: list[Any] = []
 
@@ -54,8 +55,9 @@ def elections(
             engine = SimpleNamespace(
                 size=len(ranks),
                 rank=number,
-                settings=SimpleNamespace(coordinator=JOB),
+                settings=SimpleNamespace(coordinator=JOB, rank_numbers=numbers),
                 processes=lambda: (generation, ()),
+                ranks=lambda: tuple(ranks),
             )
             monkeypatch.setattr(context, "engine", lambda engine=engine: engine)
             monkeypatch.setattr(state, "process_lineage", rank.lineage)
@@ -151,9 +153,20 @@ def test_a_training_without_a_commit_gives_way_to_a_later_one_with_some(
     assert {e.source.rank for e in found.values()} == {1}
 
 
+@pytest.mark.parametrize(("numbers", "source"), [("stable", 0), (CONSECUTIVE, 1)])
+def test_training_begins_with_the_state_of_the_rank_that_its_script_knows_as_0(
+    numbers: str, source: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process of the core's rank 0 was lost before, and the one in its place has loaded no checkpoint."""
+    found = elections({1: Rank(), 2: Rank(), 0: Rank()}, monkeypatch, numbers=numbers)
+    assert {e.source.rank for e in found.values()} == {source}
+    found = elections({1: Rank(), 2: Rank(1), 0: Rank()}, monkeypatch, numbers=numbers)
+    assert {e.source.rank for e in found.values()} == {2}
+
+
 def test_restarts_count_before_commits_within_a_training() -> None:
     """The commit of rank 0 is void: the others have gone back behind it."""
-    cut_off, restarted = Standing(0, 1, ATTEMPT + 1, 1), Standing(1, 1, 2 * ATTEMPT, 0)
+    cut_off, restarted = Standing(0, 1, ATTEMPT + 1, 1, 0), Standing(1, 1, 2 * ATTEMPT, 0, 1)
     assert ahead([cut_off, restarted]) == restarted
 
 

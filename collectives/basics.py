@@ -90,7 +90,10 @@ def _check_world(comm: Sequence[int] | Any | None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the world; collectives in flight fail. ``init()`` can be called again. Does nothing if not initialized."""
+    """Leave the world; collectives in flight fail. ``init()`` can be called again. Does nothing if not initialized.
+
+    In a cell the rank stays in its pool: collectives in flight go on, and ranks that wait for this one get an error as soon as its cell ends.
+    """
     context.shutdown()
 
 

@@ -186,7 +186,7 @@ def in_rank_of_pool() -> bool:
 
 
 def shutdown() -> None:
-    """Leave the world. Collectives in flight fail. Does nothing if not initialized; an adopted engine stays open."""
+    """Leave the world. Collectives in flight fail, but not those of an adopted engine, which stays open. Does nothing if not initialized."""
     with _context.lock:
         engine, _context.engine = _context.engine, None
         companions = _context.companions

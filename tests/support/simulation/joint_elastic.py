@@ -126,6 +126,8 @@ class ElasticSchedule:
         self.processes: list[Process] = []
         self.pids = 10_000
         self.cut: set[int] = set()
+        #: Origins of states that one that was cut off had brought back, by processes that have them.
+        self.brought: dict[int, int] = {}
         self.faults: list[str] = []
         self.stop = False
         self.said: list[str] = []
@@ -659,8 +661,11 @@ class _Watcher:
         if process.origin not in (0, state.origin):
             # All that some rank had trained with were lost, and others began from the start before it came back. To a successor of the
             # coordinator, which does not know that it was given up, it comes as all do.
-            # Not the processes of the world as it is now: the one that came back may have died since it sent its state.
-            assert engine.broadcast_among & came_back, f"rank {process.rank} began from the start"
+            # Not the processes of the world as it is now: the one that came back may have died since it sent its state. It may also have
+            # died before all had it, and another one that has it sends it on.
+            brought = {pid for pid, origin in self._schedule.brought.items() if origin == state.origin}
+            assert engine.broadcast_among & (came_back | brought), f"rank {process.rank} began from the start"
+            self._schedule.brought[process.pid] = state.origin
             process.passed = process.saved = 0
         elif process.pid in came_back and process.partners <= came_back | self._schedule.ended():
             # All that knew of its last steps were cut off or lost, and others went on from an earlier commit before it came back.

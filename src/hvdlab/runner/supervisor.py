@@ -195,7 +195,7 @@ class Supervisor:
         #: Whether there has been a world; until then ``_join_by`` is when all ranks must have joined, once one has.
         self._formed = False
         self._join_by: float | None = None
-        #: The rank whose failure is being judged, and until when its culprit's end is awaited.
+        #: The rank whose failure is being judged, or would be if too few stay, and until when its culprit's end is awaited.
         self._first = -1
         self._settle_by = 0.0
         #: The exit code of the job that ends, and when ranks that are left are killed.
@@ -377,7 +377,11 @@ class Supervisor:
                 e.Notice(f"rank {rank} has left {state.host}"),
                 e.SetExpectedRanks(self.expected),
             ]
-            self._grow(now)
+            if self._has_too_few():
+                # It was leaving already when the others lost the last rank that they could spare.
+                self._judge(self._first, now)
+            else:
+                self._grow(now)
             return
         if outcome.ok or self.phase is not JobPhase.RUNNING:
             self._end_late()
@@ -396,6 +400,10 @@ class Supervisor:
             and self._replace(rank, outcome, now)
         ):
             return
+        self._judge(rank, now)
+
+    def _judge(self, rank: int, now: float) -> None:
+        """End the job for the failure of this rank, as soon as it is known which rank failed first."""
         self.phase = JobPhase.SETTLING
         self._first = rank
         self._settle_by = now + self.policy.settle
@@ -515,11 +523,9 @@ class Supervisor:
         spent = self._is_over or self._resets >= self.policy.reset_limit
         if spent:
             self._settled = True
-            least = self.policy.min_ranks or 1
-            # Those that were let go leave, or wait with the others for ranks in their place: none will come.
-            stay = [living for living in self.expected if not self.ranks[living].releasing]
-            if len(stay) < least and not self._is_over:
-                self._effects.append(e.Notice(self._too_few(len(stay), least)))
+            self._first = rank
+            # With those that were released: the coordinator keeps as many of them as are needed.
+            if self._has_too_few():
                 return False
             self._effects.append(e.Notice(f"rank {rank}: {outcome}; going on without it"))
         else:
@@ -534,11 +540,15 @@ class Supervisor:
         self._grow(now)
         return True
 
-    def _too_few(self, stay: int, least: int) -> str:
-        """Return why the job ends with the loss of a rank once the restarts are spent."""
+    def _has_too_few(self) -> bool:
+        """Return whether the job ends since the restarts are spent and too few ranks stay, and say so."""
+        stay, least, limit = len(self.expected), self.policy.min_ranks or 1, self.policy.reset_limit
+        if not self._settled or self._is_over or stay >= least:
+            return False
         number = f"{stay} rank" + (" stays" if stay == 1 else "s stay")
-        limit = self.policy.reset_limit
-        return f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
+        text = f"{number}, --min-np is {least}, and no rank is started anew any more (--reset-limit {limit})"
+        self._effects.append(e.Notice(text))
+        return True
 
     def _failed_to_join(self, rank: int, host: str, outcome: ExitStatus) -> None:
         """Count a rank that ended on this host before it had joined. Once that can be chance, as when its cable is pulled just then."""

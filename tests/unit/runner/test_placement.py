@@ -237,22 +237,37 @@ def test_a_lost_host_after_the_limit_of_resets_ends_what_has_too_few_ranks() -> 
     assert job.code == 1
 
 
-def test_ranks_that_leave_do_not_count_once_no_others_can_come() -> None:
-    """Those that stay would wait for a rank in the place of the lost one, and the one that leaves with them."""
+def spent_and_one_is_to_leave() -> Job:
+    """Return a job of which two ranks are left, one of them to leave, that needs both and has no restarts."""
     job = Job(least=2, resets=0)
     job.hosts(a=1, b=1, c=1)
     job.come(0, 1, 2)
     job.hosts(a=1, b=1)
     assert job.told == [2]
     job.end(1, ExitStatus(9))
+    assert job.said[-1] == "rank 1: exit code 9; going on without it"
+    return job
+
+
+def test_a_rank_that_is_to_leave_stays_if_no_others_can_come() -> None:
+    job = spent_and_one_is_to_leave()
+    job(e.RankKept(2, True))
+    job.end(2)
+    job.end(0)
+    assert job.code == 0
+
+
+def test_the_job_ends_if_a_rank_was_leaving_when_the_last_one_to_spare_was_lost() -> None:
+    job = spent_and_one_is_to_leave()
+    job.end(2)
     assert (
         job.said[-1] == "1 rank stays, --min-np is 2, and no rank is started anew any more (--reset-limit 0)"
     )
     job(e.JobTick(), job.machine.policy.settle)
     assert job.machine.phase is JobPhase.ENDING
-    for rank in (0, 2):
-        job.end(rank, ExitStatus(0, signal.SIGTERM))
+    job.end(0, ExitStatus(0, signal.SIGTERM))
     assert job.code == 9
+    assert job.machine.failed == 1
 
 
 def test_a_lost_host_is_put_aside_and_what_was_there_goes_elsewhere() -> None:

@@ -24,12 +24,12 @@ number of one that had died, to a coordinator that died as well before it had re
 rank with whose state the others were to go on died, and its number was refused; in the fifth a rank that was let go waited for its next epoch; in the
 last the numbers changed while the ranks agreed on one, since some were let go before training had begun. In none of them a time limit of
 the launcher's beginning came, as all were found with limits that never came."""
-FAILED_WITH_LIMITS = (115_308, 197_964, 353_057, 384_612)
+FAILED_WITH_LIMITS = (115_308, 197_964, 353_057, 384_612, 393_949)
 """Found with the limits of the launcher's beginning. In the first a rank that was let go before it had come was expected again when another one
 had left; the others let it in, and its SIGKILL sent them back to their last commit. In the second the check was wrong: a state counted as begun
 from the start, as the rank from which it came had died since. In the third all ranks had stopped at a commit to leave, those that were to
-replace them did not come, and none trained on. In the last the check was wrong again: the rank from which the state came died before all had it,
-and another one sent it on."""
+replace them did not come, and none trained on. In the fourth the check was wrong again: the rank from which the state came died before all
+had it, and another one sent it on. In the last as well: it waited for a rank that was to leave, and was needed, as no other could come any more."""
 NEVER = 1e6
 """Seconds that no schedule lasts."""
 

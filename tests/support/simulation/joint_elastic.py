@@ -574,7 +574,9 @@ class ElasticSchedule:
             group = None if me is None else me.state.sets.get(0)
             if group is None or not group.configured or set(group.ranks) != living or process.end is not None:
                 return False
-            if not process.saved or self.run_._supervisor.ranks[process.rank].releasing:
+            state, spent = self.run_._supervisor.ranks[process.rank], self.run_._supervisor._settled
+            # Once the restarts are spent, no rank comes in place of one that is kept.
+            if not process.saved or (state.releasing and not (spent and state.kept)):
                 return False
         return True
 

@@ -78,10 +78,10 @@ class RankReturned:
 
 
 @dataclass(frozen=True, slots=True)
-class RankKept:
-    """Event: the coordinator keeps a released rank in training, since too few would be left, or does so no more."""
+class RanksKept:
+    """Event: the coordinator keeps these released ranks in training, since too few would be left, or does so no more."""
 
-    rank: int
+    ranks: tuple[int, ...]
     kept: bool
 
 
@@ -151,7 +151,7 @@ Event = (
     | Formed
     | RankDisconnected
     | RankReturned
-    | RankKept
+    | RanksKept
     | Reported
     | Stopped
     | CoordinatorLost

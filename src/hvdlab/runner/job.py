@@ -597,8 +597,9 @@ class EventQueue:
         # One that is not there any more was kept to its end: the program may have ended on it.
         kept = {(rank, pid) for rank, pid in members.items() if rank in membership.kept}
         kept |= self._kept - members.items()
-        for rank, pid in sorted(kept ^ self._kept):
-            self.post(e.RankKept(rank, (rank, pid) in kept))
+        for changed, stay in ((kept - self._kept, True), (self._kept - kept, False)):
+            if changed:
+                self.post(e.RanksKept(tuple(sorted([rank for rank, _ in changed])), stay))
         self._kept = kept
 
     def _on_returned(self, rank: int, pid: int, seconds: float) -> None:

@@ -272,8 +272,8 @@ class Supervisor:
                 self.ranks[rank].left_at = self._events
             case e.RankReturned(rank, seconds):
                 self._returned(rank, seconds)
-            case e.RankKept(rank, kept):
-                self.ranks[rank].kept = kept
+            case e.RanksKept(ranks, kept):
+                self._keep(ranks, kept=kept)
             case e.Reported(rank):
                 self._reported(rank, event, now)
             case e.Stopped(number):
@@ -332,6 +332,14 @@ class Supervisor:
         """Release a rank that was released before it had come: since then the coordinator was perhaps told to expect it."""
         if self.ranks[rank].releasing:
             self._effects.append(e.ReleaseRanks((rank,)))
+
+    def _keep(self, ranks: tuple[int, ...], *, kept: bool) -> None:
+        for rank in ranks:
+            self.ranks[rank].kept = kept
+        if kept:
+            verb = "stays" if len(ranks) == 1 else "stay"
+            text = f"{format_ranks(ranks)} {verb} until others have come: fewer than {self.policy.min_ranks} (--min-np) would be left"
+            self._effects.append(e.Notice(text))
 
     def _returned(self, rank: int, seconds: float) -> None:
         self.ranks[rank].returned = True

@@ -105,11 +105,11 @@ def test_a_rank_that_is_kept_to_its_end_stays_so(queue: EventQueue) -> None:
         return list(queue.take())
 
     change(two)
-    assert change(two, 0, 1) == [e.RankKept(0, True), e.RankKept(1, True)]
+    assert change(two, 0, 1) == [e.RanksKept((0, 1), True)]
     assert change(two, 0, 1) == []
-    assert change(two, 0) == [e.RankKept(1, False)]
+    assert change(two, 0) == [e.RanksKept((1,), False)]
     assert change(two[1:]) == [e.RankDisconnected(0)]
     other = (m.Member(0, "host", 200), two[1])
     assert change(other) == [e.Connected(0)], "another process has its number"
-    assert change(other, 0) == [e.RankKept(0, True)]
-    assert change(other) == [e.RankKept(0, False)]
+    assert change(other, 0) == [e.RanksKept((0,), True)]
+    assert change(other) == [e.RanksKept((0,), False)]

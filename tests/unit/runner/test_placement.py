@@ -169,7 +169,7 @@ def test_the_program_can_end_on_a_released_rank_that_the_coordinator_has_kept() 
     job.end(1, ExitStatus(1))  # before the commit at which rank 0 would have left
     assert job.running == {0: "a", 1: "b"}
     assert job.machine.left == {0}
-    job(e.RankKept(0, True))
+    job(e.RanksKept((0,), True))
     done = job.end(0)  # its training has ended
     assert job.machine.left == set()
     assert e.SendSignal((1,), signal.SIGTERM) in done  # it would begin from the start, alone
@@ -183,9 +183,9 @@ def test_a_released_rank_that_fails_or_is_kept_no_more_has_left(kept: bool) -> N
     job.hosts(a=1)
     job.come(0)
     job.hosts(b=1)
-    job(e.RankKept(0, True))
+    job(e.RanksKept((0,), True))
     job.come(1)
-    job(e.RankKept(0, kept))
+    job(e.RanksKept((0,), kept))
     job.end(0, ExitStatus(1 if kept else 0))
     assert job.said[-1] == "rank 0 has left a"
     job.end(1)
@@ -251,7 +251,8 @@ def spent_and_one_is_to_leave() -> Job:
 
 def test_a_rank_that_is_to_leave_stays_if_no_others_can_come() -> None:
     job = spent_and_one_is_to_leave()
-    job(e.RankKept(2, True))
+    job(e.RanksKept((2,), True))
+    assert job.said[-1] == "rank 2 stays until others have come: fewer than 2 (--min-np) would be left"
     job.end(2)
     job.end(0)
     assert job.code == 0

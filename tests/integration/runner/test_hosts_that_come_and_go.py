@@ -29,6 +29,7 @@ SCRIPT = """
     import os, pathlib, sys, time
     import numpy as np
     import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
     from hvdlab.collectives.elastic import ObjectState, run_fn
 
     hvd.init()
@@ -48,7 +49,10 @@ SCRIPT = """
                 if first:
                     print("batch", state.batch, "with", hvd.size(), flush=True)
                     for word in hosts.split("+"):
-                        if word.startswith("kill:"):
+                        if word == "await:release":
+                            while not context.engine().elastic.leaving:
+                                time.sleep(0.01)
+                        elif word.startswith("kill:"):
                             os.kill(-int(pathlib.Path("shell-" + word[5:]).read_text()), 9)
                         elif word.startswith("mend:"):
                             os.remove("refuses-" + word[5:])
@@ -145,10 +149,14 @@ def test_a_rank_trains_on_while_the_host_in_place_of_its_own_refuses(
 
 
 def test_the_program_ends_on_a_rank_whose_host_is_gone_and_whose_substitute_is_lost(elastic: Elastic) -> None:
-    ran = elastic("a", "1=b", "2=kill:b", "1=b")
+    ran = elastic("a", "1=b", "2=await:release+kill:b", "1=b")
     assert ran.code == 0, ran.err
-    assert "rank 1" in "".join(ran.launcher)
-    assert [line for line in ran.launcher if line.startswith("b is put aside")], ran.err
+    said = [line for line in ran.launcher if "rank 0" in line or "put aside" in line]
+    assert said[0] == "a is not found any more: rank 0 leaves at the next commit", ran.err
+    assert sorted(said[1:]) == [
+        "b is put aside for 10 s: `shell` for b ended with exit code -9",
+        "rank 0 stays until others have come: fewer than 1 (--min-np) would be left",
+    ], ran.err
     assert ran.of(0)[-1] == "done 0 1"
 
 
@@ -165,6 +173,7 @@ OTHER_VERSION = """
     import os, pathlib
     import hvdlab
     import hvdlab.numpy as hvd
+    from hvdlab.collectives import context
     from hvdlab.collectives.elastic import ObjectState, run_fn
     from hvdlab.collectives.errors import StartError
 
